@@ -1,0 +1,55 @@
+"""How a statement finds its schema.
+
+Each statement of :mod:`recado.queue` is a constant with ``{schema}`` in it. :func:`fill` puts the name in,
+once per statement and schema: a name that could be anything but an identifier never gets that far.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from recado.errors import ConfigurationError
+from recado.settings import settings
+
+_SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,47}")
+"""Lower case needs no quoting; 48 characters leave room for a suffix in the 63 of a NOTIFY channel's name."""
+
+
+def resolve_schema(schema: str | None) -> str:
+    """The schema to work in: ``schema``, or ``RECADO_SCHEMA``, or ``recado``.
+
+    Raises:
+        ConfigurationError: the name is not a plain lower-case identifier of at most 48 characters.
+    """
+    return _checked(settings().schema_name if schema is None else schema)
+
+
+@lru_cache(maxsize=64)
+def _checked(schema: str) -> str:
+    if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
+        raise ConfigurationError(
+            f"cannot use {schema!r} as the schema's name: it must be a lower-case identifier of at most 48 "
+            "characters that does not begin with pg_; choose another, or unset RECADO_SCHEMA"
+        )
+    return schema
+
+
+def fill(statement: str, schema: str | None) -> str:
+    """``statement`` with the schema's name in place of ``{schema}``."""
+    return _filled(statement, resolve_schema(schema))
+
+
+@lru_cache(maxsize=512)
+def _filled(statement: str, schema: str) -> str:
+    return statement.replace("{schema}", schema)
+
+
+def wake_channel(schema: str | None) -> str:
+    """The NOTIFY channel on which a queue's name says that there is work in it."""
+    return resolve_schema(schema)
+
+
+def cancel_channel(schema: str | None) -> str:
+    """The NOTIFY channel on which a running job's id says that it was cancelled."""
+    return f"{resolve_schema(schema)}_cancel"
