@@ -70,6 +70,7 @@ CREATE TABLE {schema}.workers (
     version       text        NOT NULL,
     queues        text[]      NOT NULL,
     slots         integer     NOT NULL,
+    lease         interval    NOT NULL,
     running       integer     NOT NULL DEFAULT 0,
     hungry_queues text[]      NOT NULL DEFAULT '{}',
     started_at    timestamptz NOT NULL DEFAULT now(),

@@ -53,3 +53,16 @@ def wake_channel(schema: str | None) -> str:
 def cancel_channel(schema: str | None) -> str:
     """The NOTIFY channel on which a running job's id says that it was cancelled."""
     return f"{resolve_schema(schema)}_cancel"
+
+
+WOKEN = """woken AS (
+    SELECT pg_notify('{schema}', queue)
+    FROM (
+        SELECT DISTINCT queue FROM changed
+        WHERE status = 'pending' AND run_at <= clock_timestamp() + interval '3 seconds'
+    ) AS q
+    WHERE EXISTS (SELECT FROM {schema}.workers w WHERE q.queue = ANY (w.hungry_queues))
+)"""
+"""The gated NOTIFY of every statement that makes jobs pending: once for each queue among the rows of
+``changed`` that are due before a sleeping worker's next poll, and only while a worker is hungry there.
+The statement has to read ``woken`` somewhere, or PostgreSQL leaves it out."""

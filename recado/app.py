@@ -1,0 +1,539 @@
+"""The registry an application fills: its job types, and what their handlers need to run."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import sys
+import typing
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from datetime import datetime
+from functools import update_wrapper
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from uuid import UUID
+
+from pydantic import BaseModel, TypeAdapter
+
+from recado import payloads
+from recado.errors import EnqueueError, MissingIdempotencyKey, RegistrationError, UnknownJobType
+from recado.queue import limits
+from recado.queue.backoff import BACKOFF, Backoff, bounded
+from recado.queue.connections import Connection
+from recado.queue.enqueue import insert_job, insert_jobs
+from recado.queue.models import DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, NewJob
+from recado.queue.statements import resolve_schema
+
+logger = logging.getLogger("recado")
+
+P = TypeVar("P")
+R = TypeVar("R")
+A = ParamSpec("A")
+
+DEFAULT_NAME = "recado"
+"""Of an application that did not say its own; only schedules ask for it."""
+
+INJECTED = frozenset({"conn", "job", "state"})
+"""What a handler may ask for by the name of a parameter, after its payload."""
+
+SMOKE = "_smoke.echo"
+"""Built in: does nothing but succeed, for trying out a deployment."""
+
+JOB_DIED = "recado.job_died"
+"""Enqueued in the transaction in which a job of a critical type dies."""
+
+
+class JobDied(BaseModel):
+    """The payload of ``recado.job_died``."""
+
+    job_id: UUID
+    job_type: str
+    queue: str
+    attempts: int
+    error_class: str
+
+
+class JobType(Generic[P]):
+    """A kind of job: its name, the type of its payload, and how its jobs are treated unless a call says else."""
+
+    def __init__(
+        self,
+        app: Recado,
+        name: str,
+        adapter: TypeAdapter[Any],
+        *,
+        queue: str,
+        priority: int,
+        max_attempts: int,
+        critical: bool,
+    ) -> None:
+        self.app = app
+        self.name = name
+        self.adapter = adapter
+        self.queue = limits.check_queue(queue)
+        self.priority = limits.check_priority(priority)
+        self.max_attempts = limits.check_max_attempts(max_attempts)
+        self.critical = critical
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+    def new(
+        self,
+        payload: P,
+        *,
+        run_at: datetime | None = None,
+        idempotency_key: str | None = None,
+        max_attempts: int | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> NewJob:
+        """A job for :meth:`Recado.enqueue_many`; the parameters are those of :meth:`enqueue`.
+
+        Raises:
+            EnqueueError: a parameter is wrong; a missing key or a bad payload is one of its subclasses.
+        """
+        if idempotency_key is not None:
+            limits.check_idempotency_key(idempotency_key)
+        elif self.critical:
+            raise MissingIdempotencyKey(
+                f"cannot enqueue {self.name!r}: the job type is critical, so each of its jobs needs an "
+                "idempotency_key; pass the id of the event that it is about"
+            )
+        return NewJob(
+            job_type=self.name,
+            payload=payloads.encode_payload(self.adapter, payload, self.name),
+            queue=self.queue if queue is None else limits.check_queue(queue),
+            priority=self.priority if priority is None else limits.check_priority(priority),
+            max_attempts=self.max_attempts if max_attempts is None else limits.check_max_attempts(max_attempts),
+            run_at=None if run_at is None else limits.check_run_at(run_at),
+            idempotency_key=idempotency_key,
+            metadata="{}" if metadata is None else payloads.encode_metadata(dict(metadata)),
+        )
+
+    async def enqueue(
+        self,
+        conn: Connection,
+        payload: P,
+        *,
+        run_at: datetime | None = None,
+        idempotency_key: str | None = None,
+        max_attempts: int | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> UUID:
+        """Enqueue a job on the caller's connection, in the caller's transaction; see :meth:`Recado.enqueue`."""
+        job = self.new(
+            payload,
+            run_at=run_at,
+            idempotency_key=idempotency_key,
+            max_attempts=max_attempts,
+            queue=queue,
+            priority=priority,
+            metadata=metadata,
+        )
+        return await insert_job(conn, job, schema=self.app.schema)
+
+
+class JobHandler(JobType[P], Generic[P, A, R]):
+    """A job type with the function that runs its jobs; calling it calls that function."""
+
+    def __init__(
+        self,
+        app: Recado,
+        name: str,
+        function: Callable[..., Any],
+        adapter: TypeAdapter[Any],
+        *,
+        takes_payload: bool,
+        wants: frozenset[str],
+        timeout: float | None,
+        backoff: Backoff,
+        queue: str,
+        priority: int,
+        max_attempts: int,
+        critical: bool,
+    ) -> None:
+        super().__init__(
+            app, name, adapter, queue=queue, priority=priority, max_attempts=max_attempts, critical=critical
+        )
+        self.function = function
+        self.is_async = _is_async(function)
+        self.takes_payload = takes_payload
+        self.wants = wants
+        self.timeout = timeout
+        self.backoff = backoff
+        update_wrapper(self, function)
+
+    def __call__(self, payload: P, *args: A.args, **kwargs: A.kwargs) -> R:
+        """Call the function itself: no queue, no retries."""
+        result: R = self.function(payload, *args, **kwargs)
+        return result
+
+
+Lifespan = Callable[[], AsyncIterator[Mapping[str, Any]]]
+
+
+class Recado:
+    """An application's job types and hooks, in one place that services and workers both import.
+
+    Args:
+        name: the application's; its schedules belong to it.
+        schema: the PostgreSQL schema of its queue; ``None`` takes ``RECADO_SCHEMA``, else ``recado``.
+
+    Raises:
+        ConfigurationError: the schema's name is not a plain identifier.
+    """
+
+    def __init__(self, name: str = DEFAULT_NAME, *, schema: str | None = None) -> None:
+        self.name = name
+        self.schema = resolve_schema(schema)
+        self._types: dict[str, JobType[Any]] = {}
+        self._lifespan: Callable[[], AbstractAsyncContextManager[Any]] = lambda: nullcontext({})
+        _add_built_ins(self)
+
+    @property
+    def job_types(self) -> Mapping[str, JobType[Any]]:
+        """All that is registered, by name."""
+        return MappingProxyType(self._types)
+
+    def job(
+        self,
+        name: str,
+        *,
+        queue: str = DEFAULT_QUEUE,
+        priority: int = DEFAULT_PRIORITY,
+        max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+        timeout: float | None = None,
+        backoff: Backoff = BACKOFF,
+        critical: bool = False,
+    ) -> _Decorator:
+        """Register the decorated function as the handler of a job type.
+
+        The function may be ``async def``, or ``def``, which runs in a thread. Its first parameter receives the
+        payload, validated by its annotation: a pydantic model, a dataclass, a TypedDict or ``dict``. Further
+        parameters are filled by their names: ``conn`` (a connection in a transaction that commits together
+        with the job's completion, or not at all; only for ``async def``), ``job`` (a
+        :class:`~recado.queue.models.ClaimedJob`), ``state`` (what the lifespan yielded).
+
+        Args:
+            name: "domain.action", in lower case.
+            queue: where its jobs wait; a worker serves queues.
+            priority: 0, most urgent, to 3.
+            max_attempts: how often a job may fail; with the last failure it is dead.
+            timeout: seconds after which an attempt is cancelled and counted as failed; ``None`` is never.
+            backoff: seconds to wait after the first, second, … failure, or a function from the number of
+                failures to seconds.
+            critical: its jobs must have an idempotency key, and the death of one raises an alert.
+
+        Raises:
+            RegistrationError: the name, an option or a parameter of the function is wrong, or the name is taken.
+        """
+        local_names = sys._getframe(1).f_locals
+        # Checked here and not in the decorator, so that the traceback points at the line with the option.
+        checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
+        timeout = _checked_timeout(name, timeout)
+        backoff = _checked_backoff(name, backoff)
+
+        def register(function: Callable[..., Any]) -> JobHandler[Any, Any, Any]:
+            adapter, takes_payload, wants = _read_signature(name, function, local_names)
+            handler: JobHandler[Any, Any, Any] = JobHandler(
+                self,
+                name,
+                function,
+                adapter,
+                takes_payload=takes_payload,
+                wants=wants,
+                timeout=timeout,
+                backoff=backoff,
+                critical=critical,
+                **checked,
+            )
+            self._add(handler)
+            return handler
+
+        return typing.cast("_Decorator", register)
+
+    @overload
+    def declare(
+        self,
+        name: str,
+        payload: type[P],
+        *,
+        queue: str = ...,
+        priority: int = ...,
+        max_attempts: int = ...,
+        critical: bool = ...,
+    ) -> JobType[P]: ...
+
+    @overload
+    def declare(
+        self,
+        name: str,
+        payload: None = None,
+        *,
+        queue: str = ...,
+        priority: int = ...,
+        max_attempts: int = ...,
+        critical: bool = ...,
+    ) -> JobType[Any]: ...
+
+    def declare(
+        self,
+        name: str,
+        payload: type[Any] | None = None,
+        *,
+        queue: str = DEFAULT_QUEUE,
+        priority: int = DEFAULT_PRIORITY,
+        max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+        critical: bool = False,
+    ) -> JobType[Any]:
+        """Register a job type that this application enqueues and another one handles.
+
+        Args:
+            payload: the type its payloads are validated against; ``None`` takes any JSON.
+
+        Raises:
+            RegistrationError: the name or an option is wrong, or the name is taken.
+        """
+        checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
+        adapter: TypeAdapter[Any] = payloads.ANY if payload is None else TypeAdapter(payload)
+        job_type: JobType[Any] = JobType(self, name, adapter, critical=critical, **checked)
+        self._add(job_type)
+        return job_type
+
+    def lifespan(self, function: Lifespan) -> Lifespan:
+        """Decorate an async generator function that sets up what handlers share, yields it once as a mapping,
+        and tears it down after the last handler; as in Starlette. Handlers get the mapping as ``state``."""
+        self._lifespan = asynccontextmanager(function)
+        return function
+
+    def run_lifespan(self) -> AbstractAsyncContextManager[Mapping[str, Any]]:
+        """The lifespan as a context manager; each worker process enters it once."""
+        return self._lifespan()
+
+    def new(self, job_type: str, payload: Any, **options: Any) -> NewJob:
+        """A job for :meth:`enqueue_many`, by the name of its type; see :meth:`JobType.new`."""
+        return self._known(job_type).new(payload, **options)
+
+    async def enqueue(
+        self,
+        conn: Connection,
+        job_type: str,
+        payload: Any,
+        *,
+        run_at: datetime | None = None,
+        idempotency_key: str | None = None,
+        max_attempts: int | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> UUID:
+        """Enqueue a job on the caller's connection, in the caller's transaction.
+
+        It never commits: the job is there when the caller's transaction commits, and gone with a rollback.
+
+        Args:
+            conn: an asyncpg connection, one of a pool, or the one beneath SQLAlchemy's.
+            job_type: the name of a registered or declared type.
+            payload: fits the type's annotation; identifiers rather than data, at most 256 KiB as JSON.
+            run_at: not before this time (aware); ``None`` is at once.
+            idempotency_key: at most one job of this type has it. It protects the enqueue, not the execution.
+            max_attempts, queue, priority: ``None`` takes the type's.
+            metadata: JSON that travels with the job: trace context, tags.
+
+        Returns:
+            The job's id; for a key that is taken, the id of the job that has it, which stays as it is.
+
+        Raises:
+            EnqueueError: a parameter is wrong (:class:`UnknownJobType`, :class:`InvalidPayload` and
+                :class:`MissingIdempotencyKey` are its subclasses); raised before any SQL.
+        """
+        return await self._known(job_type).enqueue(
+            conn,
+            payload,
+            run_at=run_at,
+            idempotency_key=idempotency_key,
+            max_attempts=max_attempts,
+            queue=queue,
+            priority=priority,
+            metadata=metadata,
+        )
+
+    async def enqueue_many(self, conn: Connection, jobs: Sequence[NewJob]) -> list[UUID]:
+        """Enqueue many jobs at once, made by ``new``; 1,000 rows a statement, in the caller's transaction.
+
+        Returns:
+            Their ids in the order of ``jobs``; for a key that is taken, the id of the job that has it.
+        """
+        return await insert_jobs(conn, jobs, schema=self.schema)
+
+    def _known(self, name: str) -> JobType[Any]:
+        try:
+            return self._types[name]
+        except (KeyError, TypeError):
+            raise UnknownJobType(
+                f"cannot enqueue {limits.shortened(name)}: no job type of this name is registered; "
+                "decorate its handler with @app.job, or app.declare it where another service handles it"
+            ) from None
+
+    def _add(self, job_type: JobType[Any]) -> None:
+        present = self._types.get(job_type.name)
+        if present is not None and not _is_built_in(present):
+            raise RegistrationError(
+                f"cannot register {_describe(job_type)} as {job_type.name!r}: the name is taken by "
+                f"{_describe(present)}; choose another name for one of them"
+            )
+        self._types[job_type.name] = job_type
+
+
+class _Decorator(typing.Protocol):
+    """What :meth:`Recado.job` returns: it keeps the types of the payload, the parameters and the result."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[P, A], R], /) -> JobHandler[P, A, R]: ...
+
+    @overload
+    def __call__(self, function: Callable[[], R], /) -> JobHandler[Any, [], R]: ...
+
+
+def _add_built_ins(app: Recado) -> None:
+    @app.job(SMOKE)
+    async def echo(payload: Any) -> None:
+        pass
+
+    @app.job(JOB_DIED)
+    async def job_died(payload: JobDied) -> None:
+        logger.error(
+            "critical job %s (%s) died and nobody was told: register a handler for %s to be alerted",
+            payload.job_id,
+            payload.job_type,
+            JOB_DIED,
+        )
+
+
+def _is_built_in(job_type: JobType[Any]) -> bool:
+    return isinstance(job_type, JobHandler) and job_type.function.__module__ == __name__
+
+
+def _describe(job_type: JobType[Any]) -> str:
+    if isinstance(job_type, JobHandler):
+        return f"{job_type.function.__module__}.{job_type.function.__qualname__}"
+    return "a declaration"
+
+
+def _checked_options(name: str, *, queue: str, priority: int, max_attempts: int) -> dict[str, Any]:
+    try:
+        limits.check_job_type(name)
+        return {
+            "queue": limits.check_queue(queue),
+            "priority": limits.check_priority(priority),
+            "max_attempts": limits.check_max_attempts(max_attempts),
+        }
+    except EnqueueError as error:
+        raise RegistrationError(f"cannot register {limits.shortened(name)}: {error}") from None
+
+
+def _checked_timeout(name: str, timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise RegistrationError(
+            f"cannot register {name!r}: timeout {limits.shortened(timeout)} is no positive number of seconds; "
+            "pass one, or None for no limit"
+        )
+    return float(timeout)
+
+
+def _checked_backoff(name: str, backoff: Backoff) -> Backoff:
+    if callable(backoff):
+        return backoff
+    try:
+        table = tuple(bounded(seconds) for seconds in backoff)
+    except (TypeError, ValueError) as error:
+        raise RegistrationError(f"cannot register {name!r}: its backoff is no table of seconds: {error}") from None
+    if not table:
+        raise RegistrationError(
+            f"cannot register {name!r}: its backoff is an empty table; give it at least one wait in seconds"
+        )
+    return table
+
+
+def _read_signature(
+    name: str, function: Callable[..., Any], local_names: Mapping[str, Any]
+) -> tuple[TypeAdapter[Any], bool, frozenset[str]]:
+    """The adapter of the payload's annotation, whether there is a payload, and the parameters to inject."""
+    if not callable(function) or isinstance(function, type):
+        raise RegistrationError(
+            f"cannot register {limits.shortened(function)} as {name!r}: it is not a function; decorate a def"
+        )
+    where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise RegistrationError(
+            f"cannot register {where} as {name!r}: it is a generator, which would never run; return a value instead"
+        )
+    parameters = list(_signature(function).parameters.values())
+    takes_payload = bool(parameters) and parameters[0].name not in INJECTED and _is_positional(parameters[0])
+    adapter = payloads.ANY
+    if takes_payload:
+        adapter = _adapter(name, where, function, parameters[0].annotation, local_names)
+    wants = set()
+    for parameter in parameters[1 if takes_payload else 0 :]:
+        if parameter.name in INJECTED and parameter.kind is not parameter.POSITIONAL_ONLY:
+            wants.add(parameter.name)
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise RegistrationError(
+                f"cannot register {where} as {name!r}: nobody can fill its parameter {parameter.name!r}; after the "
+                f"payload there may be {', '.join(sorted(INJECTED))}, and parameters with a default"
+            )
+    if "conn" in wants and not _is_async(function):
+        raise RegistrationError(
+            f"cannot register {where} as {name!r}: a plain function runs in a thread, where an asyncpg connection "
+            "cannot be used; make it an async def, or drop its parameter 'conn'"
+        )
+    return adapter, takes_payload, frozenset(wants)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    if sys.version_info >= (3, 14):
+        # Annotations are evaluated when asked for; those of injected parameters may name imports that exist
+        # for the type checker only.
+        import annotationlib
+
+        return inspect.signature(function, annotation_format=annotationlib.Format.FORWARDREF)
+    return inspect.signature(function)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function)
+
+
+def _is_positional(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _adapter(
+    name: str, where: str, function: Callable[..., Any], annotation: Any, local_names: Mapping[str, Any]
+) -> TypeAdapter[Any]:
+    if annotation is inspect.Parameter.empty:
+        return payloads.ANY
+    try:
+        # Only the payload's annotation is resolved: the others may name what is imported for typing alone.
+        holder = SimpleNamespace(__annotations__={"payload": annotation})
+        hints = typing.get_type_hints(
+            holder, getattr(inspect.unwrap(function), "__globals__", {}), dict(local_names), include_extras=True
+        )
+        return TypeAdapter(hints["payload"])
+    except Exception as error:
+        raise RegistrationError(
+            f"cannot register {where} as {name!r}: its payload's annotation {limits.shortened(annotation)} is no type "
+            f"that pydantic can read ({type(error).__name__}: {str(error)[:200]}); use a pydantic model, a dataclass, "
+            "a TypedDict or dict, defined at the module's top level"
+        ) from error

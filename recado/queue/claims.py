@@ -1,0 +1,137 @@
+"""Taking jobs out of the queue: the claim, and the look that tells whether one is worth while."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from uuid import UUID
+
+from recado.queue.connections import Connection
+from recado.queue.models import ClaimedJob
+from recado.queue.statements import WOKEN, fill
+
+PRIORITIES = range(4)
+"""0, most urgent, to 3: one lane of the claim for each."""
+
+_LANE = """
+        SELECT ctid FROM (
+            SELECT ctid FROM {schema}.jobs
+            WHERE status = 'pending' AND queue = $2 AND priority = PRIORITY
+              AND run_at <= now() AND run_at >= coalesce(FLOOR, '-infinity'::timestamptz)
+            ORDER BY run_at, id LIMIT $3 FOR UPDATE SKIP LOCKED
+        ) AS lane_PRIORITY"""
+
+CLAIM = (
+    """
+UPDATE {schema}.jobs
+SET status = 'running', fence = fence + 1, locked_at = now(), locked_by = $1, updated_at = now()
+WHERE ctid = ANY (ARRAY(
+    SELECT ctid FROM ("""
+    + "\n        UNION ALL".join(
+        _LANE.replace("PRIORITY", str(priority)).replace("FLOOR", f"${4 + priority}") for priority in PRIORITIES
+    )
+    + """
+    ) AS ready
+    WHERE NOT EXISTS (SELECT FROM {schema}.queues WHERE name = $2 AND paused_at IS NOT NULL)
+    LIMIT $3
+))
+AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
+RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclaims, fence, run_at, created_at,
+    metadata, extract(epoch FROM clock_timestamp() - greatest(run_at, created_at))::float8
+"""
+)
+"""Claim up to $3 jobs of queue $2, most urgent first, each lane in the order of run_at and id.
+
+- By ``ctid``, which the lanes' locks keep valid: 34,600 jobs/s against 18,000 by ``id`` at 100 a batch,
+  49,600 against 26,800 at 500.
+- One lane per priority, so that the partial index gives each in order. ``UNION ALL`` under ``LIMIT`` is lazy:
+  the second lane is only read when the first had too few, and jobs of a later time are never walked over.
+- ``ARRAY(…)`` runs once. ``id IN (SELECT … SKIP LOCKED)`` may run again, and lock more than $3 rows.
+- The floors ($4 to $7) let a claim start where the last one ended. While an old snapshot anywhere keeps
+  VACUUM from removing what was claimed before, a claim from the start walks over all of it: 100,000 jobs
+  took 1.0 s for their first fifth and 3.9 s for the last; with floors all fifths took the same.
+- Its commit does not wait for the disk: a claim that a crash undoes leaves its jobs pending. The setting is
+  local to the statement's own transaction, so that nothing of it stays behind in a pooler's connection.
+- RETURNING has no order: the caller sorts.
+"""
+
+LOOK = (
+    "SELECT extract(epoch FROM min(run_at) - clock_timestamp())::float8 FROM ("
+    + "UNION ALL".join(
+        f"""
+    (SELECT run_at FROM {{schema}}.jobs
+     WHERE status = 'pending' AND queue = $1 AND priority = {priority}
+     ORDER BY run_at, id LIMIT 1)
+    """
+        for priority in PRIORITIES
+    )
+    + """) AS first
+WHERE NOT EXISTS (SELECT FROM {schema}.queues WHERE name = $1 AND paused_at IS NOT NULL)"""
+)
+"""Seconds until the first pending job is due, from four reads of the claim's own index. What an idle worker
+asks instead of claiming: it writes nothing, locks nothing, and says for how long to sleep."""
+
+RELEASE_STRAYS = (
+    """
+WITH changed AS (
+    UPDATE {schema}.jobs
+    SET status = 'pending', locked_at = NULL, locked_by = NULL, updated_at = now()
+    WHERE ctid = ANY (ARRAY(
+        SELECT ctid FROM {schema}.jobs
+        WHERE status = 'running' AND locked_by = $1 AND id <> ALL ($2::uuid[])
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING id, queue, status, run_at
+), """
+    + WOKEN
+    + """
+SELECT id, (SELECT count(*) FROM woken) FROM changed
+"""
+)
+"""Give back what this worker claimed and never heard of, because the connection broke before the answer."""
+
+
+async def claim(
+    conn: Connection,
+    worker_id: UUID,
+    queue: str,
+    limit: int,
+    floors: Sequence[datetime | None],
+    *,
+    schema: str | None = None,
+) -> list[ClaimedJob]:
+    """Claim up to ``limit`` jobs of ``queue`` that are due.
+
+    Args:
+        floors: for each priority the ``run_at`` to start from; ``None`` looks at all of it.
+
+    Returns:
+        The jobs, most urgent first; within a priority in the order of ``run_at`` and ``id``.
+    """
+    rows = await conn.fetch(fill(CLAIM, schema), worker_id, queue, limit, *floors)
+    jobs = [ClaimedJob(*row) for row in rows]
+    if len(jobs) > 1:
+        jobs.sort(key=_claim_order)
+    return jobs
+
+
+def _claim_order(job: ClaimedJob) -> tuple[int, datetime, UUID]:
+    return job.priority, job.run_at, job.id
+
+
+async def look(conn: Connection, queue: str, *, schema: str | None = None) -> float | None:
+    """Seconds until the first pending job of ``queue`` is due; negative when it is, ``None`` when there is none
+    or the queue is paused."""
+    seconds: float | None = await conn.fetchval(fill(LOOK, schema), queue)
+    return seconds
+
+
+async def release_strays(
+    conn: Connection, worker_id: UUID, held: Collection[UUID], *, schema: str | None = None
+) -> list[UUID]:
+    """Give back the jobs that the table says are with this worker, but for those it knows it holds.
+
+    Returns:
+        The ids of the jobs that are pending again.
+    """
+    return [row[0] for row in await conn.fetch(fill(RELEASE_STRAYS, schema), worker_id, list(held))]

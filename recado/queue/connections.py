@@ -1,0 +1,150 @@
+"""Connections with one owner each, and what it means to lose one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import asyncpg
+
+from recado.errors import ConfigurationError
+from recado.settings import settings
+
+if TYPE_CHECKING:
+    from asyncpg.pool import PoolConnectionProxy
+
+    Connection: TypeAlias = asyncpg.Connection[asyncpg.Record] | PoolConnectionProxy[asyncpg.Record]
+    Pool: TypeAlias = asyncpg.Pool[asyncpg.Record]
+else:
+    Connection = asyncpg.Connection
+    Pool = asyncpg.Pool
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds for one connect, TLS and authentication included; asyncpg's own default of 60 outlasts a lease."""
+
+STATEMENT_TIMEOUT = 30.0
+"""Seconds after which a statement's connection is taken for half-open; recado's own take milliseconds."""
+
+TRANSIENT = (
+    asyncpg.PostgresConnectionError,  # 08: the connection broke
+    asyncpg.OperatorInterventionError,  # 57: shut down, crashed, starting up, cancelled
+    asyncpg.InsufficientResourcesError,  # 53: disk full, too many connections
+    asyncpg.TransactionRollbackError,  # 40: serialization failure, deadlock
+    asyncpg.ReadOnlySQLTransactionError,  # 25006: the primary became a standby under our feet
+    asyncpg.InvalidCachedStatementError,  # a migration changed the table under a prepared statement
+    asyncpg.InterfaceError,  # the driver knows that the connection is closed
+    OSError,
+    TimeoutError,
+)
+"""What passes by itself, or with a new connection. All else is a fault of ours or of the configuration."""
+
+
+@dataclass(frozen=True)
+class Connector:
+    """Knows how to connect: the arguments of ``asyncpg.connect``."""
+
+    args: tuple[Any, ...] = field(repr=False)
+    kwargs: Mapping[str, Any] = field(repr=False)
+
+    async def connect(self, role: str, **overrides: Any) -> asyncpg.Connection[asyncpg.Record]:
+        """Open a connection for ``role``, which shows as its application_name.
+
+        Raises:
+            OSError, TimeoutError, asyncpg.PostgresError: as ``asyncpg.connect`` does.
+        """
+        kwargs: dict[str, Any] = {"timeout": CONNECT_TIMEOUT, "command_timeout": STATEMENT_TIMEOUT}
+        kwargs.update(self.kwargs)
+        kwargs.update(overrides)
+        kwargs["server_settings"] = {
+            **(kwargs.get("server_settings") or {}),
+            "application_name": f"recado {role}",
+        }
+        conn: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(*self.args, **kwargs)
+        try:
+            await _read_committed(conn)
+        except BaseException:
+            conn.terminate()
+            raise
+        return conn
+
+
+SELECT_ISOLATION = "SELECT current_setting('default_transaction_isolation')"
+SET_ISOLATION = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL READ COMMITTED"
+"""For roles whose default is REPEATABLE READ: a claim would fail on each row that another worker changed
+after the snapshot, where READ COMMITTED looks at the row anew. Set only where it is needed, since a session's
+state means nothing behind a transaction-mode pooler."""
+
+
+async def _read_committed(conn: asyncpg.Connection[asyncpg.Record]) -> None:
+    if await conn.fetchval(SELECT_ISOLATION) != "read committed":
+        await conn.execute(SET_ISOLATION)
+
+
+def connector(database: Pool | str | None = None) -> Connector:
+    """How to connect to ``database``: a ``postgresql://`` URL, or the pool whose arguments to use.
+
+    Raises:
+        ConfigurationError: ``None`` was passed and ``RECADO_DSN`` is not set.
+    """
+    if database is None:
+        if (dsn := settings().dsn) is None:
+            raise ConfigurationError(
+                "cannot connect: no database is named; pass its postgresql:// URL, or set RECADO_DSN"
+            )
+        database = dsn.get_secret_value()
+    if isinstance(database, str):
+        return Connector((database,), {})
+    # asyncpg has no public way to ask a pool where it connects to; a test pins these two names. Its codecs
+    # (init, setup) stay behind on purpose: recado's own connections read rows in asyncpg's default types.
+    pool: Any = database
+    kwargs = {k: v for k, v in pool._connect_kwargs.items() if k != "loop"}
+    return Connector(tuple(pool._connect_args), kwargs)
+
+
+class Link:
+    """One role's own connection: opened when it is first needed, and again after it was lost.
+
+    Claims, finishing and upkeep each have one, so that handlers which hold every connection of the pool
+    cannot keep a job from being claimed or finished.
+    """
+
+    def __init__(self, connector: Connector, role: str) -> None:
+        self._connector = connector
+        self._role = role
+        self._conn: asyncpg.Connection[asyncpg.Record] | None = None
+        self._lock = asyncio.Lock()
+        self.connects = 0
+        """How often it was opened; a change says that the answer to an earlier statement may have been lost."""
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+        """The connection, to its user alone. An error that is :data:`TRANSIENT` drops it on the way out."""
+        async with self._lock:
+            if self._conn is None or self._conn.is_closed():
+                self._conn = await self._connector.connect(self._role)
+                self.connects += 1
+            try:
+                yield self._conn
+            except (*TRANSIENT, asyncio.CancelledError):
+                # Cancelled in the middle of a statement: asyncpg would first have to cancel it on the
+                # server, and a half-open socket never answers. A new connection is the certain way.
+                self._drop()
+                raise
+
+    def _drop(self) -> None:
+        if self._conn is not None:
+            self._conn.terminate()
+            self._conn = None
+
+    async def close(self) -> None:
+        """Close the connection, if there is one; the server is told when it still listens."""
+        async with self._lock:
+            conn, self._conn = self._conn, None
+            if conn is not None:
+                try:
+                    await conn.close(timeout=CONNECT_TIMEOUT)
+                except TRANSIENT:
+                    conn.terminate()

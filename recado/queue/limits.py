@@ -1,0 +1,150 @@
+"""What a job's columns may hold, checked before any SQL.
+
+The table's own constraints stand behind these; the checks here are for the sentence a person reads.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+from recado.errors import EnqueueError
+
+MAX_NAME_LENGTH = 128
+"""Of a job type or a queue; enough for any name a person gives, and far below a NOTIFY payload's 8,000 bytes."""
+
+MAX_KEY_BYTES = 1024
+"""Of an idempotency key, in UTF-8: with the job type it stays well below a btree entry's 2,704 bytes."""
+
+MAX_PAYLOAD_BYTES = 256 * 1024
+"""Of a payload as JSON: it holds identifiers, not snapshots."""
+
+MAX_RESULT_BYTES = 256 * 1024
+"""Of a result as JSON; the same size as a payload, since a result is often the next job's payload."""
+
+MAX_MAX_ATTEMPTS = 32_767
+"""What a smallint holds."""
+
+MIN_RUN_AT = datetime(1970, 1, 1, tzinfo=UTC)
+MAX_RUN_AT = datetime(9999, 12, 31, tzinfo=UTC)
+"""The table's own span for run_at: what any driver can read back in any time zone."""
+
+_JOB_TYPE = re.compile(r"[a-z0-9_][a-z0-9_-]*(\.[a-z0-9_][a-z0-9_-]*)+")
+_QUEUE = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
+
+
+def check_job_type(name: str) -> str:
+    """``name`` if it is a job type's name, "domain.action" in lower case.
+
+    Raises:
+        EnqueueError: it is not.
+    """
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or not _JOB_TYPE.fullmatch(name):
+        raise EnqueueError(
+            f"cannot use {shortened(name)} as a job type: it must read like 'domain.action', in lower-case "
+            f"letters, digits, '_' and '-', with at most {MAX_NAME_LENGTH} characters; rename it"
+        )
+    return name
+
+
+def check_queue(name: str) -> str:
+    """``name`` if it is a queue's name.
+
+    Raises:
+        EnqueueError: it is not.
+    """
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or not _QUEUE.fullmatch(name):
+        raise EnqueueError(
+            f"cannot use {shortened(name)} as a queue: it must consist of lower-case letters, digits, '.', '_' "
+            f"and '-', with at most {MAX_NAME_LENGTH} characters; rename it"
+        )
+    return name
+
+
+def check_priority(priority: int) -> int:
+    """``priority`` if it is 0 (most urgent) to 3.
+
+    Raises:
+        EnqueueError: it is not.
+    """
+    if type(priority) is not int or not 0 <= priority <= 3:
+        raise EnqueueError(
+            f"cannot use {shortened(priority)} as a priority: it must be an integer from 0, most urgent, to 3; "
+            "choose one of these"
+        )
+    return priority
+
+
+def check_max_attempts(max_attempts: int) -> int:
+    """``max_attempts`` if a job can have so many.
+
+    Raises:
+        EnqueueError: it cannot.
+    """
+    if type(max_attempts) is not int or not 1 <= max_attempts <= MAX_MAX_ATTEMPTS:
+        raise EnqueueError(
+            f"cannot use {shortened(max_attempts)} as max_attempts: it must be an integer from 1 to "
+            f"{MAX_MAX_ATTEMPTS}; choose one of these"
+        )
+    return max_attempts
+
+
+def check_run_at(run_at: datetime) -> datetime:
+    """``run_at`` if it is an aware datetime the table can hold.
+
+    Raises:
+        EnqueueError: it is naive, or outside of 1970 to 9999.
+    """
+    if not isinstance(run_at, datetime):
+        raise EnqueueError(
+            f"cannot schedule a job at {shortened(run_at)}: run_at must be a datetime; pass one with a time zone"
+        )
+    if run_at.utcoffset() is None:
+        raise EnqueueError(
+            f"cannot schedule a job at {run_at.isoformat()}: run_at has no time zone; pass an aware datetime, "
+            "for example datetime.now(UTC) + timedelta(hours=1)"
+        )
+    if not MIN_RUN_AT <= run_at < MAX_RUN_AT:
+        raise EnqueueError(
+            f"cannot schedule a job at {run_at.isoformat()}: run_at must lie between 1970 and 9999; "
+            "pass None to run the job now"
+        )
+    return run_at
+
+
+def check_idempotency_key(key: str) -> str:
+    """``key`` if it can be stored and indexed.
+
+    Raises:
+        EnqueueError: it is empty, too long, or no text PostgreSQL could store.
+    """
+    if not isinstance(key, str) or not key:
+        raise EnqueueError(
+            f"cannot use {shortened(key)} as an idempotency key: it must be a string that is not empty; "
+            "pass the id of the event, or None"
+        )
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise EnqueueError(
+            "cannot use this idempotency key: it has a lone surrogate, which is no text; "
+            "pass the key as it was received, decoded properly"
+        ) from None
+    if size > MAX_KEY_BYTES:
+        raise EnqueueError(
+            f"cannot use an idempotency key of {size:,} bytes: the limit is {MAX_KEY_BYTES:,}; "
+            "pass a digest of it, for example its SHA-256"
+        )
+    if "\0" in key:
+        raise EnqueueError(
+            "cannot use this idempotency key: it has a NUL character, which PostgreSQL cannot store; remove it"
+        )
+    return key
+
+
+def shortened(value: object, limit: int = 80) -> str:
+    """``value`` as it is quoted in a message: its repr, cut to ``limit`` characters."""
+    if isinstance(value, str):
+        value = value[: limit + 1]
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,104 @@
+-- The whole current schema, to be read. Generated from the migrations, and held to them by a test:
+--     python -m tests.catalog > recado/schema.sql
+-- To bring a database to it, use `recado migrate up`, or give psql what `recado migrate sql` prints.
+
+CREATE SCHEMA recado;
+
+CREATE TABLE recado.job_errors (
+    job_id      uuid                     NOT NULL,
+    fence       integer                  NOT NULL,
+    attempt     smallint                 NOT NULL,
+    worker_id   uuid,
+    started_at  timestamp with time zone,
+    ended_at    timestamp with time zone NOT NULL DEFAULT now(),
+    error_class text                     NOT NULL,
+    message     text                     NOT NULL,
+    traceback   text,
+    CONSTRAINT job_errors_pkey PRIMARY KEY (job_id, fence)
+);
+
+CREATE TABLE recado.job_stats (
+    minute       timestamp with time zone NOT NULL,
+    queue        text                     NOT NULL,
+    job_type     text                     NOT NULL,
+    completed    bigint                   NOT NULL DEFAULT 0,
+    failed       bigint                   NOT NULL DEFAULT 0,
+    dead         bigint                   NOT NULL DEFAULT 0,
+    run_seconds  double precision         NOT NULL DEFAULT 0,
+    wait_seconds double precision         NOT NULL DEFAULT 0,
+    CONSTRAINT job_stats_pkey PRIMARY KEY (minute, queue, job_type)
+);
+
+CREATE TABLE recado.jobs (
+    id              uuid                     NOT NULL,
+    job_type        text                     NOT NULL,
+    queue           text                     NOT NULL DEFAULT 'default'::text,
+    priority        smallint                 NOT NULL DEFAULT 1,
+    payload         jsonb                    NOT NULL,
+    status          text                     NOT NULL DEFAULT 'pending'::text,
+    attempts        smallint                 NOT NULL DEFAULT 0,
+    max_attempts    smallint                 NOT NULL DEFAULT 5,
+    reclaims        smallint                 NOT NULL DEFAULT 0,
+    fence           integer                  NOT NULL DEFAULT 0,
+    run_at          timestamp with time zone NOT NULL DEFAULT now(),
+    locked_at       timestamp with time zone,
+    locked_by       uuid,
+    last_error      text,
+    idempotency_key text,
+    result          jsonb,
+    metadata        jsonb                    NOT NULL DEFAULT '{}'::jsonb,
+    created_at      timestamp with time zone NOT NULL DEFAULT now(),
+    updated_at      timestamp with time zone NOT NULL DEFAULT now(),
+    finished_at     timestamp with time zone,
+    CONSTRAINT jobs_pkey PRIMARY KEY (id),
+    CONSTRAINT jobs_attempts_check CHECK (attempts >= 0 AND attempts <= max_attempts AND max_attempts > 0),
+    CONSTRAINT jobs_priority_check CHECK (priority >= 0 AND priority <= 3),
+    CONSTRAINT jobs_run_at_check CHECK (run_at >= '1970-01-01 00:00:00+00'::timestamp with time zone AND run_at < '9999-12-31 00:00:00+00'::timestamp with time zone),
+    CONSTRAINT jobs_status_check CHECK (status = ANY (ARRAY['pending'::text, 'running'::text, 'completed'::text, 'dead'::text, 'cancelled'::text]))
+) WITH (
+    autovacuum_analyze_scale_factor = 0.01,
+    autovacuum_vacuum_cost_delay = 0,
+    autovacuum_vacuum_insert_scale_factor = 0.01,
+    autovacuum_vacuum_scale_factor = 0.01
+);
+CREATE INDEX jobs_claim_idx ON recado.jobs USING btree (queue, priority, run_at, id) WHERE (status = 'pending'::text);
+CREATE INDEX jobs_dead_idx ON recado.jobs USING btree (finished_at, id) WHERE (status = 'dead'::text);
+CREATE UNIQUE INDEX jobs_idempotency_key_idx ON recado.jobs USING btree (job_type, idempotency_key) WHERE (idempotency_key IS NOT NULL);
+CREATE INDEX jobs_running_idx ON recado.jobs USING btree (locked_at) WHERE (status = 'running'::text);
+
+CREATE TABLE recado.queues (
+    name      text                     NOT NULL,
+    paused_at timestamp with time zone,
+    CONSTRAINT queues_pkey PRIMARY KEY (name)
+);
+
+CREATE TABLE recado.schema_migrations (
+    number     integer                  NOT NULL,
+    name       text                     NOT NULL,
+    checksum   text                     NOT NULL,
+    applied_at timestamp with time zone NOT NULL DEFAULT now(),
+    CONSTRAINT schema_migrations_pkey PRIMARY KEY (number)
+);
+
+CREATE TABLE recado.workers (
+    id            uuid                     NOT NULL,
+    host          text                     NOT NULL,
+    pid           integer                  NOT NULL,
+    version       text                     NOT NULL,
+    queues        text[]                   NOT NULL,
+    slots         integer                  NOT NULL,
+    lease         interval                 NOT NULL,
+    running       integer                  NOT NULL DEFAULT 0,
+    hungry_queues text[]                   NOT NULL DEFAULT '{}'::text[],
+    started_at    timestamp with time zone NOT NULL DEFAULT now(),
+    heartbeat_at  timestamp with time zone NOT NULL DEFAULT now(),
+    CONSTRAINT workers_pkey PRIMARY KEY (id)
+) WITH (
+    autovacuum_vacuum_cost_delay = 0,
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 20,
+    fillfactor = 50
+);
+
+ALTER TABLE recado.job_errors
+    ADD CONSTRAINT job_errors_job_id_fkey FOREIGN KEY (job_id) REFERENCES recado.jobs(id) ON DELETE CASCADE;

@@ -1,0 +1,223 @@
+"""Claims jobs of one queue, as many as it has room for, and sleeps when there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from datetime import datetime
+from uuid import UUID
+
+import asyncpg
+
+from recado.queue import claims, workers
+from recado.queue.connections import TRANSIENT, Link
+from recado.queue.models import ClaimedJob
+from recado.worker.events import Event, EventKind, Observer
+from recado.worker.finisher import Finisher
+from recado.worker.hunger import SATED_AFTER, Hunger, Watch
+from recado.worker.retrying import Waits
+from recado.worker.runner import Runner
+
+logger = logging.getLogger("recado.worker")
+
+POLL_INTERVAL = 2.0
+"""Seconds between two looks at an empty queue when nobody notifies: how late a job may start when a notification
+got lost."""
+
+FIRST_LOOK = 0.05
+"""Seconds after the last claim until a sleeping worker looks when the next job is due; under light load the next
+notification mostly comes before, and saves the statement."""
+
+SWEEP_INTERVAL = 2.0
+"""Seconds between two claims without floors while there is a backlog: how late a job may start that was committed,
+retried or released below the floor."""
+
+SWEEP_SHARE = 20
+"""A sweep waits for twenty times as long as the last one took: no more than 5 % of the time goes into them, however
+many dead rows an old snapshot keeps in their way."""
+
+LONGEST_SHY = 0.1
+"""Seconds; the most by which a worker that was beaten to a job holds back at the next notification."""
+
+FIRST_SHY = 0.002
+"""Seconds; about a claim's round trip."""
+
+
+class Claimer:
+    """Owns the claims of one queue. One is in flight at a time: while it is under way slots come free, and the
+    next one takes them all."""
+
+    def __init__(
+        self,
+        queue: str,
+        link: Link,
+        runner: Runner,
+        finisher: Finisher,
+        hunger: Hunger,
+        worker_id: UUID,
+        *,
+        poll_interval: float,
+        schema: str,
+        observe: Observer,
+    ) -> None:
+        self._queue = queue
+        self._link = link
+        self._runner = runner
+        self._finisher = finisher
+        self._hunger = hunger
+        self._worker_id = worker_id
+        self._poll_interval = poll_interval
+        self._schema = schema
+        self._observe = observe
+        self._wakeup = asyncio.Event()
+        self._stopping = False
+        self._floors: list[datetime | None] = [None] * len(claims.PRIORITIES)
+        self._swept_at = self._sweep_took = 0.0
+        self._backlog = False
+        self._full_since: float | None = None
+        self._watch: Watch | None = Watch()  # registered hungry, but enqueuers may have looked before
+        self._look_took = 0.0
+        self._shy = 0.0
+        self._beaten = False
+        """The coming claim was notified: should it find nothing, another worker was faster."""
+        self._connects = 0
+
+    def wake(self) -> None:
+        """There may be work: a notification, or a listener that may have missed one."""
+        self._wakeup.set()
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        self._stopping = True
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Claim until :meth:`stop` was called."""
+        waits = Waits()
+        while not self._stopping:
+            room = await self._runner.room(self._queue)
+            if room == 0:
+                return
+            try:
+                if await self._step(room):
+                    await self._sleep()
+                waits.reset()
+            except (*TRANSIENT, asyncpg.PostgresError) as error:
+                logger.warning("cannot claim from %s: %s: %s; trying again", self._queue, type(error).__name__, error)
+                await self._pause(waits.next())
+
+    async def _step(self, room: int) -> bool:
+        """Claim once.
+
+        Returns:
+            Whether there is nothing more, and enqueuers know that we wait.
+        """
+        self._wakeup.clear()  # before the claim: what is notified from here on may be missing in its snapshot
+        jobs = await self._claim(room)
+        self._backlog = len(jobs) == room
+        if self._backlog:
+            await self._count_full()
+            return False
+        self._full_since = None
+        if self._queue in self._hunger:
+            return True
+        await self._hunger.join(self._queue)
+        # Committed; now claim once more for those that were enqueued before, and watch for those whose
+        # transactions read the old state and are still open.
+        self._watch = Watch()
+        return False
+
+    async def _count_full(self) -> None:
+        now = time.monotonic()
+        if self._full_since is None:
+            self._full_since = now
+        elif now - self._full_since >= SATED_AFTER and self._queue in self._hunger:
+            await self._hunger.leave(self._queue)
+
+    async def _claim(self, limit: int) -> list[ClaimedJob]:
+        async with self._link.connection() as conn:
+            if self._link.connects != self._connects:
+                await self._release_strays(conn)
+                self._connects = self._link.connects
+            began = time.monotonic()
+            sweep = self._may_sweep(began)
+            floors = [None] * len(self._floors) if sweep else self._floors
+            jobs = await claims.claim(conn, self._worker_id, self._queue, limit, floors, schema=self._schema)
+            if sweep:
+                self._swept_at = time.monotonic()
+                self._sweep_took = self._swept_at - began
+            # Still holding the connection: whoever asks next for strays has to find these among what is held.
+            self._runner.submit(self._queue, jobs)
+        for job in jobs:  # in the order of run_at: the last of a priority is its new floor, also where it goes back
+            self._floors[job.priority] = job.run_at
+        if jobs:
+            self._shy = 0.0
+            self._observe(Event(EventKind.CLAIMED, self._queue, tuple(job.id for job in jobs)))
+        elif self._beaten:
+            self._shy = FIRST_SHY
+        self._beaten = False
+        return jobs
+
+    def _may_sweep(self, now: float) -> bool:
+        """Whether this claim goes without floors: always on an empty queue, where that costs nothing, now and
+        then under a backlog, and never more often than its share of the time allows."""
+        since = now - self._swept_at
+        return since >= self._sweep_took * SWEEP_SHARE and (not self._backlog or since >= SWEEP_INTERVAL)
+
+    async def _release_strays(self, conn: asyncpg.Connection[asyncpg.Record]) -> None:
+        held = self._runner.held() | self._finisher.unwritten()
+        strays = await claims.release_strays(conn, self._worker_id, held, schema=self._schema)
+        if strays:
+            logger.warning("gave back %d jobs that were claimed on a connection that broke", len(strays))
+            self._observe(Event(EventKind.RELEASED, self._queue, tuple(strays)))
+
+    async def _sleep(self) -> None:
+        """Sleep until a claim is worth while."""
+        # A notification that came while the last claim was under way is often for what that claim took.
+        echo = self._wakeup.is_set()
+        wait = FIRST_LOOK
+        while not self._stopping:
+            woken = await self._pause(wait)
+            if woken and self._shy == 0.0:
+                self._beaten = not echo
+                return
+            if woken:
+                # Others were faster the last time. Whoever was the fastest is not shy, and comes first again; all
+                # the others only look whether it left anything: twenty idle workers make one claim a job.
+                await asyncio.sleep(random.uniform(0, self._shy))  # noqa: S311
+                self._wakeup.clear()
+            due = await self._look()
+            if due is not None and due <= 0:
+                return
+            if woken:
+                self._shy = min(2 * self._shy, LONGEST_SHY)
+            wait = self._poll_interval * random.uniform(0.8, 1.0)  # noqa: S311 - spreads a fleet
+            if due is not None:
+                wait = min(wait, due)
+            if self._watch is not None:
+                wait = min(wait, self._watch.interval())
+            # Where an old snapshot keeps dead rows in the way, a look costs as much as a sweep.
+            wait = max(wait, self._look_took * SWEEP_SHARE)
+
+    async def _look(self) -> float | None:
+        """Seconds until the first job is due."""
+        async with self._link.connection() as conn:
+            began = time.monotonic()
+            if self._watch is not None and self._watch.over(*await workers.horizon(conn)):
+                self._watch = None
+            due = await claims.look(conn, self._queue, schema=self._schema)
+            self._look_took = time.monotonic() - began
+        if due is None or due > 0:
+            self._observe(Event(EventKind.LOOKED, self._queue))
+        return due
+
+    async def _pause(self, seconds: float) -> bool:
+        """Whether something woke the claimer before ``seconds`` were over."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wakeup.wait()
+        except TimeoutError:
+            return False
+        return True

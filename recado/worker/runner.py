@@ -1,0 +1,480 @@
+"""Runs claimed jobs: one task each, as many at once as their queue has slots."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from asyncpg.transaction import Transaction
+
+from recado.app import JobHandler, Recado
+from recado.errors import Discard, InvalidPayload, JobTimeout, LeaseLost, RecadoError, Retry, Snooze
+from recado.payloads import decode_payload, encode_result
+from recado.queue import finishes
+from recado.queue.backoff import BACKOFF, bounded, wait_after
+from recado.queue.connections import TRANSIENT, Connection, Pool
+from recado.queue.finishes import Completion, Failure
+from recado.queue.models import ClaimedJob
+from recado.worker.events import Event, EventKind, Observer
+from recado.worker.failures import describe
+from recado.worker.finisher import Finisher
+
+logger = logging.getLogger("recado.worker")
+
+PREFETCH_WINDOW = 0.02
+"""Seconds of work that may wait in the process: a claim's round trip and some more, so that short jobs stream
+and long jobs are never hoarded."""
+
+MAX_PREFETCH = 500
+"""Jobs that may wait in the process at most, for each queue; what a stop has to give back."""
+
+RUN_TIME_WEIGHT = 0.05
+"""Of the newest run time in the moving average: it follows a change of the mix within some twenty jobs."""
+
+CANCEL_GRACE = 5.0
+"""Seconds a cancelled handler gets to clean up before its job is given back without it."""
+
+ROLLBACK_TIMEOUT = 10.0
+"""Seconds; a rollback takes a round trip."""
+
+INFRASTRUCTURE_WAIT = 1.0
+"""Seconds until an attempt is made again that the database, not the handler, brought to an end."""
+
+
+class Ending(Enum):
+    """Why the worker itself cancels an attempt."""
+
+    LOST = auto()
+    STOPPED = auto()
+
+
+class Attempt:
+    """A claimed job in this process: waiting for a slot, or running."""
+
+    __slots__ = ("ending", "job", "settling", "started", "task", "thread")
+
+    def __init__(self, job: ClaimedJob) -> None:
+        self.job = job
+        self.task: asyncio.Task[None] | None = None
+        self.thread: asyncio.Future[Any] | None = None
+        self.ending: Ending | None = None
+        self.settling = False
+        """The handler is through and its transaction is being committed: too late to cancel, the fence decides."""
+        self.started = 0.0
+
+
+class _Queue:
+    """One queue's slots."""
+
+    def __init__(self, name: str, slots: int) -> None:
+        self.name = name
+        self.slots = slots
+        self.running = 0
+        self.waiting: deque[Attempt] = deque()
+        self.run_time = PREFETCH_WINDOW
+        """The moving average, in seconds; at first so long that nothing is prefetched."""
+        self.room = asyncio.Event()
+        self.room.set()
+
+    def prefetch(self) -> int:
+        """How many jobs these slots will begin within the window."""
+        if self.run_time >= PREFETCH_WINDOW:
+            return 0
+        return min(MAX_PREFETCH, int(self.slots * PREFETCH_WINDOW / max(self.run_time, 1e-6)))
+
+
+class Runner:
+    """Owns the tasks of the jobs that run."""
+
+    def __init__(
+        self,
+        app: Recado,
+        pool: Pool,
+        finisher: Finisher,
+        worker_id: UUID,
+        queues: Mapping[str, int],
+        *,
+        timeout: float | None,
+        observe: Observer,
+    ) -> None:
+        self._app = app
+        self._pool = pool
+        self._finisher = finisher
+        self._worker_id = worker_id
+        self._timeout = timeout
+        self._observe = observe
+        self._queues = {name: _Queue(name, slots) for name, slots in queues.items()}
+        self._attempts: dict[UUID, Attempt] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy_threads: set[asyncio.Future[Any]] = set()
+        self._threads = ThreadPoolExecutor(sum(queues.values()), thread_name_prefix="recado-job")
+        self._context = contextvars.copy_context()
+        self._loop = asyncio.get_running_loop()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        self.state: Mapping[str, Any] = {}
+
+    # -- what the claimer asks
+
+    async def room(self, queue: str) -> int:
+        """Wait until ``queue`` has room; how many jobs may be claimed for it, or 0 once the worker stops."""
+        slots = self._queues[queue]
+        while True:
+            await slots.room.wait()
+            if self._stopping:
+                return 0
+            if (room := self._room(slots)) > 0:
+                return room
+            slots.room.clear()
+
+    def submit(self, queue: str, jobs: Sequence[ClaimedJob]) -> None:
+        """Take jobs over from the claimer; they begin as slots are free."""
+        slots = self._queues[queue]
+        for job in jobs:
+            present = self._attempts.get(job.id)
+            if present is not None and present.job.fence == job.fence:
+                # A crash of the server undid the claim of the attempt that is under way here, and the job was
+                # claimed again by us: the same fence, so that attempt may go on and end it.
+                continue
+            if present is not None:
+                self._end(present, Ending.LOST)
+            attempt = Attempt(job)
+            self._attempts[job.id] = attempt
+            slots.waiting.append(attempt)
+        if self._attempts:
+            self._idle.clear()
+        self._fill(slots)
+        self._signal_room(slots)
+
+    # -- what leases and listener ask
+
+    def leases(self) -> list[tuple[UUID, int, float]]:
+        """All jobs this process holds: id, fence, and since when it has run (0 for those that wait). Called
+        from the lease thread: a copy of the dict's values is one step under the interpreter's lock."""
+        return [(attempt.job.id, attempt.job.fence, attempt.started) for attempt in list(self._attempts.values())]
+
+    def held(self) -> set[UUID]:
+        """The ids of all jobs in this process."""
+        return set(self._attempts)
+
+    def running(self) -> int:
+        """How many jobs have begun."""
+        return sum(slots.running for slots in self._queues.values())
+
+    def lose(self, job_id: UUID, fence: int | None = None) -> None:
+        """The lease of a job is lost (with ``fence``: of that attempt only), or the job was cancelled."""
+        attempt = self._attempts.get(job_id)
+        if attempt is not None and fence in (None, attempt.job.fence):
+            self._end(attempt, Ending.LOST)
+
+    # -- stopping
+
+    def stop(self) -> None:
+        """Begin nothing more, and give back what has not begun."""
+        self._stopping = True
+        for slots in self._queues.values():
+            slots.room.set()
+            while slots.waiting:
+                attempt = slots.waiting.popleft()
+                self._forget(attempt)
+                self._finisher.release(attempt.job)
+
+    async def drain(self, grace: float, hurry: asyncio.Event) -> None:
+        """Wait ``grace`` seconds, or until ``hurry`` is set, for what is running; then cancel it and give it back."""
+        waiting = [asyncio.ensure_future(self._idle.wait()), asyncio.ensure_future(hurry.wait())]
+        await asyncio.wait(waiting, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        for future in waiting:
+            future.cancel()
+        if not self._idle.is_set():
+            logger.warning("stopping: %d jobs still run and are given back", len(self._attempts))
+            await self.abandon()
+
+    async def abandon(self) -> None:
+        """Cancel what is running and give it back."""
+        for attempt in list(self._attempts.values()):
+            self._end(attempt, Ending.STOPPED)
+        try:
+            async with asyncio.timeout(CANCEL_GRACE):
+                await self._idle.wait()
+        except TimeoutError:
+            for attempt in list(self._attempts.values()):
+                logger.error("job %s (%s) ignores its cancellation: given back", attempt.job.id, attempt.job.job_type)  # noqa: TRY400 - the timeout's traceback says nothing
+                self._forget(attempt)
+                self._finisher.release(attempt.job)
+
+    def close(self) -> bool:
+        """Let the threads go.
+
+        Returns:
+            Whether all of them are idle; one that is not keeps the interpreter from exiting.
+        """
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        return not self._busy_threads
+
+    # -- slots
+
+    def _room(self, slots: _Queue) -> int:
+        prefetch = slots.prefetch()
+        # Short jobs: not before half of the prefetched ones have begun, or each claim would fetch a handful.
+        if len(slots.waiting) > prefetch // 2:
+            return 0
+        return max(0, slots.slots - slots.running + prefetch - len(slots.waiting))
+
+    def _signal_room(self, slots: _Queue) -> None:
+        if self._stopping or self._room(slots) > 0:
+            slots.room.set()
+        else:
+            slots.room.clear()
+
+    def _fill(self, slots: _Queue) -> None:
+        while slots.waiting and slots.running < slots.slots:
+            attempt = slots.waiting.popleft()
+            slots.running += 1
+            attempt.started = time.monotonic()
+            # Each job in a context of its own: what one handler sets, the next does not see.
+            task = self._loop.create_task(
+                self._run(attempt), name=f"recado {attempt.job.id}", context=self._context.copy()
+            )
+            attempt.task = task
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._done, attempt), context=self._context)
+
+    def _done(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if attempt.thread is not None and not attempt.thread.done():
+            # Its function cannot be interrupted: the slot is taken until the thread is free again.
+            attempt.thread.add_done_callback(lambda _: self._free(attempt), context=self._context)
+        else:
+            self._free(attempt)
+        self._forget(attempt)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("job %s ended in a way it should not have", attempt.job.id, exc_info=error)
+
+    def _free(self, attempt: Attempt) -> None:
+        slots = self._queues[attempt.job.queue]
+        slots.running -= 1
+        if not self._stopping:
+            self._fill(slots)
+        self._signal_room(slots)
+
+    def _forget(self, attempt: Attempt) -> None:
+        if self._attempts.get(attempt.job.id) is attempt:
+            del self._attempts[attempt.job.id]
+        if not self._attempts and not self._tasks:
+            self._idle.set()
+
+    def _end(self, attempt: Attempt, ending: Ending) -> None:
+        """Cancel an attempt that is running, or take it off the line."""
+        if attempt.ending is not None or attempt.settling:
+            return
+        attempt.ending = ending
+        if attempt.task is not None:
+            attempt.task.cancel()
+            return
+        slots = self._queues[attempt.job.queue]
+        slots.waiting.remove(attempt)
+        self._forget(attempt)
+        self._signal_room(slots)
+        if ending is Ending.LOST:
+            self._lost(attempt)
+        else:
+            self._finisher.release(attempt.job)
+
+    # -- one attempt
+
+    async def _run(self, attempt: Attempt) -> None:
+        """Run one attempt to its end, whatever that is; never raises but for a fault of our own."""
+        job = attempt.job
+        try:
+            handler = self._handler(job)
+            if "conn" in handler.wants:
+                await self._run_in_transaction(attempt, handler)
+            else:
+                value = await self._call(attempt, handler, None)
+                self._finisher.complete(job, self._result(job, value), self._elapsed(attempt))
+        except GeneratorExit:  # the loop is gone, and with it everything that could write the end down
+            raise
+        except BaseException as error:
+            # All of it: a handler may raise SystemExit, or cancel itself, and must not take the worker along.
+            self._settle(attempt, error)
+
+    def _handler(self, job: ClaimedJob) -> JobHandler[Any, Any, Any]:
+        handler = self._app.job_types.get(job.job_type)
+        if isinstance(handler, JobHandler):
+            return handler
+        raise RecadoError(
+            f"cannot run a job of type {job.job_type!r}: no handler is registered in this worker's application; "
+            "register one, or let another worker serve its queue"
+        )
+
+    async def _call(self, attempt: Attempt, handler: JobHandler[Any, Any, Any], conn: Connection | None) -> Any:
+        """Call the handler with what it asks for, under its timeout."""
+        arguments: list[Any] = []
+        if handler.takes_payload:
+            arguments.append(decode_payload(handler.adapter, attempt.job.payload))
+        named: dict[str, Any] = {}
+        if handler.wants:
+            available = {"conn": conn, "job": attempt.job, "state": self.state}
+            named = {name: available[name] for name in handler.wants}
+        call = partial(handler.function, *arguments, **named)
+        timeout = handler.timeout if handler.timeout is not None else self._timeout
+        if timeout is None:
+            return await (call() if handler.is_async else self._in_thread(attempt, call))
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                return await (call() if handler.is_async else self._in_thread(attempt, call))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise JobTimeout(
+                f"cannot finish within {timeout:g} s: the attempt was cancelled; raise the job type's timeout, or "
+                "split the work"
+            ) from error
+
+    async def _in_thread(self, attempt: Attempt, call: Callable[[], Any]) -> Any:
+        attempt.thread = self._loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
+        self._busy_threads.add(attempt.thread)
+        attempt.thread.add_done_callback(self._busy_threads.discard)
+        # Shielded: a thread cannot be cancelled, and its future must keep telling when it is free again.
+        value = await asyncio.shield(attempt.thread)
+        if inspect.iscoroutine(value):
+            value.close()
+            raise RecadoError(
+                "cannot run the handler: it is a plain function that returned a coroutine; make it an async def"
+            )
+        return value
+
+    async def _run_in_transaction(self, attempt: Attempt, handler: JobHandler[Any, Any, Any]) -> None:
+        """Run a handler that asks for ``conn``: its writes and the completion commit together or not at all."""
+        job = attempt.job
+        try:
+            conn = await self._pool.acquire()
+        except TRANSIENT as error:
+            raise _Infrastructure from error
+        try:
+            try:
+                transaction = conn.transaction(isolation="read_committed")
+                await transaction.start()
+            except TRANSIENT as error:
+                raise _Infrastructure from error
+            try:
+                value = await self._call(attempt, handler, conn)
+                if conn.is_closed() or not conn.is_in_transaction():
+                    raise RecadoError(
+                        "cannot complete the job with its handler's writes: the handler ended the transaction it was "
+                        "given; leave COMMIT, ROLLBACK and close to recado"
+                    )
+                result = self._result(job, value)
+            except BaseException:
+                await _roll_back(conn, transaction)
+                raise
+            attempt.settling = True
+            try:
+                completion = Completion(job.id, job.fence, result)
+                if not await finishes.complete_one(conn, self._worker_id, completion, schema=self._app.schema):
+                    await _roll_back(conn, transaction)
+                    raise LeaseLost(f"job {job.id} was taken over or cancelled: its writes were rolled back")
+                await transaction.commit()
+            except TRANSIENT as error:
+                raise _Infrastructure from error
+        finally:
+            await self._pool.release(conn)
+        self._finisher.count_completed(job, self._elapsed(attempt))
+        self._observe(Event(EventKind.COMPLETED, jobs=(job.id,)))
+
+    def _result(self, job: ClaimedJob, value: Any) -> str | None:
+        try:
+            return encode_result(value)
+        except InvalidPayload as error:
+            # The work is done and must not be done again for the sake of a value nobody asked for.
+            logger.warning("job %s (%s) is completed without its result: %s", job.id, job.job_type, error)
+            return None
+
+    def _elapsed(self, attempt: Attempt) -> float:
+        elapsed = time.monotonic() - attempt.started
+        slots = self._queues[attempt.job.queue]
+        slots.run_time += (elapsed - slots.run_time) * RUN_TIME_WEIGHT
+        return elapsed
+
+    # -- how it ended, if not well
+
+    def _settle(self, attempt: Attempt, error: BaseException) -> None:
+        job = attempt.job
+        elapsed = self._elapsed(attempt)
+        if attempt.ending is Ending.LOST or isinstance(error, LeaseLost):
+            self._lost(attempt)
+        elif attempt.ending is Ending.STOPPED:
+            self._finisher.release(job)
+        elif isinstance(error, _Infrastructure):
+            cause = type(error.__cause__).__name__
+            logger.warning("job %s (%s) goes back, its attempt not counted: %s", job.id, job.job_type, cause)
+            self._finisher.release(job, INFRASTRUCTURE_WAIT)
+        elif isinstance(error, Snooze) and (wait := _bounded(error.seconds)) is not None:
+            self._finisher.release(job, wait)
+        else:
+            self._finisher.fail(job, self._failure(job, error, elapsed))
+
+    def _failure(self, job: ClaimedJob, error: BaseException, elapsed: float) -> Failure:
+        text = describe(error)
+        return Failure(
+            id=job.id,
+            fence=job.fence,
+            wait=self._wait(job, error),
+            discard=isinstance(error, Discard),
+            run_time=elapsed,
+            error_class=text.error_class,
+            message=text.message,
+            traceback=text.traceback,
+        )
+
+    def _wait(self, job: ClaimedJob, error: BaseException) -> float:
+        """Seconds until the next attempt, if there is one."""
+        if isinstance(error, Retry) and error.after is not None and (wait := _bounded(error.after)) is not None:
+            return wait
+        handler = self._app.job_types.get(job.job_type)
+        backoff = handler.backoff if isinstance(handler, JobHandler) else BACKOFF
+        try:
+            return wait_after(job.attempt, backoff)
+        except Exception as inner:
+            # The type's own function, which is the user's code.
+            logger.warning("the backoff of %s failed (%s); the built-in table is used", job.job_type, inner)
+            return wait_after(job.attempt)
+
+    def _lost(self, attempt: Attempt) -> None:
+        job = attempt.job
+        logger.warning("job %s (%s) was taken over or cancelled: this attempt is dropped", job.id, job.job_type)
+        self._observe(Event(EventKind.LOST, job.queue, (job.id,)))
+
+
+class _Infrastructure(Exception):
+    """The database failed around a transactional handler; its cause says how."""
+
+
+async def _roll_back(conn: Connection, transaction: Transaction) -> None:
+    """Roll back, or give the connection up: a half-open socket must not keep the slot."""
+    if conn.is_closed():
+        return
+    try:
+        async with asyncio.timeout(ROLLBACK_TIMEOUT):
+            await transaction.rollback()
+    except TRANSIENT:
+        conn.terminate()
+
+
+def _bounded(seconds: float) -> float | None:
+    try:
+        return bounded(seconds)
+    except ValueError:
+        return None
