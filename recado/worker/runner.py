@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -18,15 +18,13 @@ from uuid import UUID
 from asyncpg.transaction import Transaction
 
 from recado.app import JobHandler, Recado
-from recado.errors import Discard, InvalidPayload, JobTimeout, LeaseLost, RecadoError, Retry, Snooze
-from recado.payloads import decode_payload, encode_result
+from recado.errors import LeaseLost, RecadoError
 from recado.queue import finishes
-from recado.queue.backoff import BACKOFF, bounded, wait_after
 from recado.queue.connections import TRANSIENT, Connection, Pool
-from recado.queue.finishes import Completion, Failure
+from recado.queue.finishes import Completion
 from recado.queue.models import ClaimedJob
+from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
 from recado.worker.events import Event, EventKind, Observer
-from recado.worker.failures import describe
 from recado.worker.finisher import Finisher
 
 logger = logging.getLogger("recado.worker")
@@ -294,81 +292,47 @@ class Runner:
     # -- one attempt
 
     async def _run(self, attempt: Attempt) -> None:
-        """Run one attempt to its end, whatever that is; never raises but for a fault of our own."""
+        """Run one attempt to its end, whatever that is; raises only for a fault of our own."""
         job = attempt.job
         try:
-            handler = self._handler(job)
+            handler = handler_of(self._app, job)
             if "conn" in handler.wants:
                 await self._run_in_transaction(attempt, handler)
             else:
                 value = await self._call(attempt, handler, None)
-                self._finisher.complete(job, self._result(job, value), self._elapsed(attempt))
+                self._finisher.complete(job, result_of(job, value), self._elapsed(attempt))
         except GeneratorExit:  # the loop is gone, and with it everything that could write the end down
             raise
         except BaseException as error:
             # All of it: a handler may raise SystemExit, or cancel itself, and must not take the worker along.
             self._settle(attempt, error)
 
-    def _handler(self, job: ClaimedJob) -> JobHandler[Any, Any, Any]:
-        handler = self._app.job_types.get(job.job_type)
-        if isinstance(handler, JobHandler):
-            return handler
-        raise RecadoError(
-            f"cannot run a job of type {job.job_type!r}: no handler is registered in this worker's application; "
-            "register one, or let another worker serve its queue"
+    def _call(self, attempt: Attempt, handler: JobHandler[Any, Any, Any], conn: Connection | None) -> Awaitable[Any]:
+        return call(
+            handler,
+            attempt.job,
+            conn=conn,
+            state=self.state,
+            timeout=self._timeout,
+            in_thread=partial(self._in_thread, attempt),
         )
 
-    async def _call(self, attempt: Attempt, handler: JobHandler[Any, Any, Any], conn: Connection | None) -> Any:
-        """Call the handler with what it asks for, under its timeout."""
-        arguments: list[Any] = []
-        if handler.takes_payload:
-            arguments.append(decode_payload(handler.adapter, attempt.job.payload))
-        named: dict[str, Any] = {}
-        if handler.wants:
-            available = {"conn": conn, "job": attempt.job, "state": self.state}
-            named = {name: available[name] for name in handler.wants}
-        call = partial(handler.function, *arguments, **named)
-        timeout = handler.timeout if handler.timeout is not None else self._timeout
-        if timeout is None:
-            return await (call() if handler.is_async else self._in_thread(attempt, call))
-        limit = asyncio.timeout(timeout)
-        try:
-            async with limit:
-                return await (call() if handler.is_async else self._in_thread(attempt, call))
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise JobTimeout(
-                f"cannot finish within {timeout:g} s: the attempt was cancelled; raise the job type's timeout, or "
-                "split the work"
-            ) from error
-
-    async def _in_thread(self, attempt: Attempt, call: Callable[[], Any]) -> Any:
-        attempt.thread = self._loop.run_in_executor(self._threads, contextvars.copy_context().run, call)
+    def _in_thread(self, attempt: Attempt, function: Callable[[], Any]) -> Awaitable[Any]:
+        attempt.thread = self._loop.run_in_executor(self._threads, contextvars.copy_context().run, function)
         self._busy_threads.add(attempt.thread)
         attempt.thread.add_done_callback(self._busy_threads.discard)
         # Shielded: a thread cannot be cancelled, and its future must keep telling when it is free again.
-        value = await asyncio.shield(attempt.thread)
-        if inspect.iscoroutine(value):
-            value.close()
-            raise RecadoError(
-                "cannot run the handler: it is a plain function that returned a coroutine; make it an async def"
-            )
-        return value
+        return asyncio.shield(attempt.thread)
 
     async def _run_in_transaction(self, attempt: Attempt, handler: JobHandler[Any, Any, Any]) -> None:
         """Run a handler that asks for ``conn``: its writes and the completion commit together or not at all."""
         job = attempt.job
-        try:
+        with _infrastructure():
             conn = await self._pool.acquire()
-        except TRANSIENT as error:
-            raise _Infrastructure from error
         try:
-            try:
-                transaction = conn.transaction(isolation="read_committed")
+            transaction = conn.transaction(isolation="read_committed")
+            with _infrastructure():
                 await transaction.start()
-            except TRANSIENT as error:
-                raise _Infrastructure from error
             try:
                 value = await self._call(attempt, handler, conn)
                 if conn.is_closed() or not conn.is_in_transaction():
@@ -376,31 +340,20 @@ class Runner:
                         "cannot complete the job with its handler's writes: the handler ended the transaction it was "
                         "given; leave COMMIT, ROLLBACK and close to recado"
                     )
-                result = self._result(job, value)
+                completion = Completion(job.id, job.fence, result_of(job, value))
+                attempt.settling = True
+                with _infrastructure():
+                    if not await finishes.complete_one(conn, self._worker_id, completion, schema=self._app.schema):
+                        raise LeaseLost(f"job {job.id} was taken over or cancelled: its writes are rolled back")
             except BaseException:
                 await _roll_back(conn, transaction)
                 raise
-            attempt.settling = True
-            try:
-                completion = Completion(job.id, job.fence, result)
-                if not await finishes.complete_one(conn, self._worker_id, completion, schema=self._app.schema):
-                    await _roll_back(conn, transaction)
-                    raise LeaseLost(f"job {job.id} was taken over or cancelled: its writes were rolled back")
+            with _infrastructure():
                 await transaction.commit()
-            except TRANSIENT as error:
-                raise _Infrastructure from error
         finally:
             await self._pool.release(conn)
         self._finisher.count_completed(job, self._elapsed(attempt))
         self._observe(Event(EventKind.COMPLETED, jobs=(job.id,)))
-
-    def _result(self, job: ClaimedJob, value: Any) -> str | None:
-        try:
-            return encode_result(value)
-        except InvalidPayload as error:
-            # The work is done and must not be done again for the sake of a value nobody asked for.
-            logger.warning("job %s (%s) is completed without its result: %s", job.id, job.job_type, error)
-            return None
 
     def _elapsed(self, attempt: Attempt) -> float:
         elapsed = time.monotonic() - attempt.started
@@ -408,9 +361,8 @@ class Runner:
         slots.run_time += (elapsed - slots.run_time) * RUN_TIME_WEIGHT
         return elapsed
 
-    # -- how it ended, if not well
-
     def _settle(self, attempt: Attempt, error: BaseException) -> None:
+        """The attempt did not end well: whose fault it was decides what becomes of the job."""
         job = attempt.job
         elapsed = self._elapsed(attempt)
         if attempt.ending is Ending.LOST or isinstance(error, LeaseLost):
@@ -421,36 +373,10 @@ class Runner:
             cause = type(error.__cause__).__name__
             logger.warning("job %s (%s) goes back, its attempt not counted: %s", job.id, job.job_type, cause)
             self._finisher.release(job, INFRASTRUCTURE_WAIT)
-        elif isinstance(error, Snooze) and (wait := _bounded(error.seconds)) is not None:
+        elif (wait := snooze_of(error)) is not None:
             self._finisher.release(job, wait)
         else:
-            self._finisher.fail(job, self._failure(job, error, elapsed))
-
-    def _failure(self, job: ClaimedJob, error: BaseException, elapsed: float) -> Failure:
-        text = describe(error)
-        return Failure(
-            id=job.id,
-            fence=job.fence,
-            wait=self._wait(job, error),
-            discard=isinstance(error, Discard),
-            run_time=elapsed,
-            error_class=text.error_class,
-            message=text.message,
-            traceback=text.traceback,
-        )
-
-    def _wait(self, job: ClaimedJob, error: BaseException) -> float:
-        """Seconds until the next attempt, if there is one."""
-        if isinstance(error, Retry) and error.after is not None and (wait := _bounded(error.after)) is not None:
-            return wait
-        handler = self._app.job_types.get(job.job_type)
-        backoff = handler.backoff if isinstance(handler, JobHandler) else BACKOFF
-        try:
-            return wait_after(job.attempt, backoff)
-        except Exception as inner:
-            # The type's own function, which is the user's code.
-            logger.warning("the backoff of %s failed (%s); the built-in table is used", job.job_type, inner)
-            return wait_after(job.attempt)
+            self._finisher.fail(job, failure_of(self._app, job, error, elapsed))
 
     def _lost(self, attempt: Attempt) -> None:
         job = attempt.job
@@ -459,7 +385,15 @@ class Runner:
 
 
 class _Infrastructure(Exception):
-    """The database failed around a transactional handler; its cause says how."""
+    """The database failed around a transactional handler, not in it; its cause says how."""
+
+
+@contextmanager
+def _infrastructure() -> Iterator[None]:
+    try:
+        yield
+    except TRANSIENT as error:
+        raise _Infrastructure from error
 
 
 async def _roll_back(conn: Connection, transaction: Transaction) -> None:
@@ -471,10 +405,3 @@ async def _roll_back(conn: Connection, transaction: Transaction) -> None:
             await transaction.rollback()
     except TRANSIENT:
         conn.terminate()
-
-
-def _bounded(seconds: float) -> float | None:
-    try:
-        return bounded(seconds)
-    except ValueError:
-        return None
