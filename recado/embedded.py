@@ -197,8 +197,27 @@ def start(data_dir: Path, *, durable: bool = True, options: Mapping[str, str] = 
         where = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
         raise EmbeddedServerError(
             f"cannot run PostgreSQL in {home}: {error.strerror}{where}; "
-            "make the folder writable, or set RECADO_DATA_DIR to another"
+            "put that right, or set RECADO_DATA_DIR to another folder"
         ) from error
+
+
+def remove(data_dir: Path) -> bool:
+    """Remove ``data_dir`` with all the data in it, unless a server runs, starts or stops there.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        OSError: the folder is missing, or closed to us.
+    """
+    home = data_dir.resolve()
+    with _lock_file(home) as lock:
+        if not _try_lock(lock):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(_socket_dir(home, _server_account(home / "pgdata")))
+        shutil.rmtree(home)
+    return True
 
 
 def _lock_or_attach(home: Path, lock: int) -> EmbeddedServer | None:
@@ -206,11 +225,11 @@ def _lock_or_attach(home: Path, lock: int) -> EmbeddedServer | None:
     pgdata = home / "pgdata"
     deadline = time.monotonic() + START_TIMEOUT
     while not _try_lock(lock):
-        postmaster = _read_pid_file(pgdata)
-        if postmaster is not None and postmaster.ready and _works_in(postmaster.pid, pgdata):
+        postmaster, version = _read_pid_file(pgdata), _data_version(pgdata)
+        if version and postmaster and postmaster.ready and _works_in(postmaster.pid, pgdata):
             return EmbeddedServer(
                 data_dir=home,
-                version=_data_version(pgdata) or 0,
+                version=version,
                 pid=postmaster.pid,
                 socket_dir=Path(postmaster.socket_dir),
                 port=postmaster.port,
@@ -236,13 +255,13 @@ def _start_locked(home: Path, lock: int, options: Mapping[str, str]) -> Embedded
     if log.exists():
         log.replace(log.with_suffix(".log.1"))
     configuration = {
+        **options,
         "listen_addresses": "",
         "unix_socket_directories": f'"{socket_dir}"',
         "unix_socket_permissions": "0700",
         "port": str(SOCKET_PORT),
         "logging_collector": "off",
         "cluster_name": "recado",
-        **options,
     }
     arguments = [part for name, value in configuration.items() for part in ("-c", f"{name}={value}")]
     with _door(pgdata, account) as (path, door), log.open("wb") as output:
@@ -271,6 +290,12 @@ def _start_locked(home: Path, lock: int, options: Mapping[str, str]) -> Embedded
 
 def _create_cluster(binaries: _Binaries, home: Path, lock: int, account: _Account | None, *, sync: bool) -> None:
     """Run ``initdb`` in a folder of its own and rename it: there is a whole cluster, or none."""
+    pgdata = home / "pgdata"
+    if pgdata.exists() and any(pgdata.iterdir()):
+        raise EmbeddedServerError(
+            f"cannot create the database cluster in {pgdata}: there is something else in it; "
+            "move that away, or set RECADO_DATA_DIR to another folder"
+        )
     staging = home / "pgdata.new"
     if staging.exists():
         shutil.rmtree(staging)
@@ -300,7 +325,7 @@ def _create_cluster(binaries: _Binaries, home: Path, lock: int, account: _Accoun
                 f"cannot create the database cluster in {home}: {reason}; "
                 "correct that, or set RECADO_DATA_DIR to another folder"
             )
-    staging.rename(home / "pgdata")
+    staging.rename(pgdata)
 
 
 def _spawn(
@@ -506,18 +531,25 @@ def _door(folder: Path, account: _Account | None) -> Iterator[tuple[str, tuple[i
         os.close(descriptor)
 
 
-def _make_socket_dir(home: Path, account: _Account | None) -> Path:
-    """An empty directory for the socket: always the same, so that clients find a restarted server again.
+def _socket_dir(home: Path, account: _Account | None) -> Path:
+    """The directory for the socket: always the same, so that clients find a restarted server again.
 
     Named after the folder's identity rather than its path, which in another container may lead elsewhere.
     """
-    uid, gid = (os.geteuid(), os.getegid()) if account is None else (account.uid, account.gid)
     identity = home.stat()
+    uid = os.geteuid() if account is None else account.uid
     digest = hashlib.sha256(f"{identity.st_dev}:{identity.st_ino}:{uid}".encode()).hexdigest()
     directory = Path(tempfile.gettempdir()) / f"recado-{digest[:16]}"
     # Unlike TMPDIR, /tmp is short, and open to the account.
     if account is not None or len(os.fsencode(directory / f".s.PGSQL.{SOCKET_PORT}")) > MAX_SOCKET_PATH:
-        directory = Path("/tmp") / directory.name  # noqa: S108 - what we find there is checked below
+        directory = Path("/tmp") / directory.name  # noqa: S108 - what we find there is checked
+    return directory
+
+
+def _make_socket_dir(home: Path, account: _Account | None) -> Path:
+    """Make that directory, empty and closed to all but the server's account, or make sure that it is so."""
+    directory = _socket_dir(home, account)
+    uid, gid = (os.geteuid(), os.getegid()) if account is None else (account.uid, account.gid)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()

@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -36,6 +37,9 @@ import asyncpg
 import pytest
 
 from recado.queue import migrate
+
+if sys.platform != "win32":  # there pytest must load this module all the same
+    from recado import embedded
 
 T = TypeVar("T")
 
@@ -71,9 +75,6 @@ def recado_server() -> Iterator[str]:
     if existing:
         yield existing
         return
-    # Not at the top: where there is no embedded server, on Windows, pytest must load this module all the same.
-    from recado import embedded
-
     with _cluster_folder() as folder, embedded.start(folder, durable=False) as server:
         yield server.dsn()
 
@@ -114,19 +115,25 @@ def _cluster_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        embedded.remove(folder)
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove what test sessions left that were killed: no fixture ended there, and memory is scarce."""
     for folder in parent.glob(f"{CLUSTER_PREFIX}*"):
-        pid = folder.name.removeprefix(CLUSTER_PREFIX).partition("-")[0]
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            shutil.rmtree(folder, ignore_errors=True)
-        except (PermissionError, ValueError):
-            continue
+        if not _is_running(folder.name.removeprefix(CLUSTER_PREFIX).partition("-")[0]):
+            with contextlib.suppress(OSError):  # another user's, or another session is removing it just now
+                embedded.remove(folder)
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @contextlib.contextmanager

