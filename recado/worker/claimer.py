@@ -6,13 +6,15 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime
 from uuid import UUID
 
 import asyncpg
 
 from recado.queue import claims, workers
-from recado.queue.connections import TRANSIENT, Link
+from recado.queue.connections import TRANSIENT, Connection, Link
 from recado.queue.models import ClaimedJob
 from recado.worker.events import Event, EventKind, Observer
 from recado.worker.finisher import Finisher
@@ -137,10 +139,7 @@ class Claimer:
             await self._hunger.leave(self._queue)
 
     async def _claim(self, limit: int) -> list[ClaimedJob]:
-        async with self._link.connection() as conn:
-            if self._link.connects != self._connects:
-                await self._release_strays(conn)
-                self._connects = self._link.connects
+        async with self._connection() as conn:
             began = time.monotonic()
             sweep = self._may_sweep(began)
             floors = [None] * len(self._floors) if sweep else self._floors
@@ -166,12 +165,19 @@ class Claimer:
         since = now - self._swept_at
         return since >= self._sweep_took * SWEEP_SHARE and (not self._backlog or since >= SWEEP_INTERVAL)
 
-    async def _release_strays(self, conn: asyncpg.Connection[asyncpg.Record]) -> None:
-        held = self._runner.held() | self._finisher.unwritten()
-        strays = await claims.release_strays(conn, self._worker_id, held, schema=self._schema)
-        if strays:
-            logger.warning("gave back %d jobs that were claimed on a connection that broke", len(strays))
-            self._observe(Event(EventKind.RELEASED, self._queue, tuple(strays)))
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Connection]:
+        """The connection of the claims. When it is a new one, the last claim on the old one may have been
+        committed and its answer lost: those jobs are given back first."""
+        async with self._link.connection() as conn:
+            if self._link.connects != self._connects:
+                held = self._runner.held() | self._finisher.unwritten()
+                strays = await claims.release_strays(conn, self._worker_id, held, schema=self._schema)
+                self._connects = self._link.connects
+                if strays:
+                    logger.warning("gave back %d jobs that were claimed on a connection that broke", len(strays))
+                    self._observe(Event(EventKind.RELEASED, self._queue, tuple(strays)))
+            yield conn
 
     async def _sleep(self) -> None:
         """Sleep until a claim is worth while."""
@@ -203,7 +209,7 @@ class Claimer:
 
     async def _look(self) -> float | None:
         """Seconds until the first job is due."""
-        async with self._link.connection() as conn:
+        async with self._connection() as conn:
             began = time.monotonic()
             if self._watch is not None and self._watch.over(*await workers.horizon(conn)):
                 self._watch = None

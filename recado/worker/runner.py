@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import asyncpg
 from asyncpg.transaction import Transaction
 
 from recado.app import JobHandler, Recado
@@ -335,11 +336,7 @@ class Runner:
                 await transaction.start()
             try:
                 value = await self._call(attempt, handler, conn)
-                if conn.is_closed() or not conn.is_in_transaction():
-                    raise RecadoError(
-                        "cannot complete the job with its handler's writes: the handler ended the transaction it was "
-                        "given; leave COMMIT, ROLLBACK and close to recado"
-                    )
+                _check_transaction(conn)
                 completion = Completion(job.id, job.fence, result_of(job, value))
                 attempt.settling = True
                 with _infrastructure():
@@ -396,12 +393,38 @@ def _infrastructure() -> Iterator[None]:
         raise _Infrastructure from error
 
 
+def _check_transaction(conn: Connection) -> None:
+    """After the handler: its transaction must still be open.
+
+    A closed connection counts as the handler's failure whoever closed it: one that brings its backend down each
+    time must run out of attempts.
+    """
+    if _is_closed(conn):
+        raise RecadoError(
+            "cannot complete the job with its handler's writes: its connection was closed while it ran; "
+            "leave closing it to recado"
+        )
+    if not conn.is_in_transaction():
+        raise RecadoError(
+            "cannot complete the job with its handler's writes: the handler ended the transaction it was given; "
+            "leave COMMIT and ROLLBACK to recado"
+        )
+
+
 async def _roll_back(conn: Connection, transaction: Transaction) -> None:
     """Roll back, or give the connection up: a half-open socket must not keep the slot."""
-    if conn.is_closed():
+    if _is_closed(conn):
         return
     try:
         async with asyncio.timeout(ROLLBACK_TIMEOUT):
             await transaction.rollback()
     except TRANSIENT:
-        conn.terminate()
+        if not _is_closed(conn):
+            conn.terminate()
+
+
+def _is_closed(conn: Connection) -> bool:
+    try:
+        return conn.is_closed()
+    except asyncpg.InterfaceError:  # the pool took it back when it broke, and answers no question about it
+        return True

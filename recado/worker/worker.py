@@ -48,6 +48,9 @@ GRACE = 30.0
 MAX_HANDLER_CONNECTIONS = 10
 """Of the pool a worker makes for its transactional handlers when it was given a URL: asyncpg's own default."""
 
+MAX_POLL_INTERVAL = 2.5
+"""Seconds: enqueue notifies of jobs that are due within 3 s, and leaves later ones to the next look."""
+
 FLUSH_TIMEOUT = 10.0
 """Seconds at a stop for writing down what has ended; beyond it the jobs are left to the reclaim."""
 
@@ -74,7 +77,7 @@ class Worker:
         lease: seconds after which a job may be taken over from a worker that renews it no more.
         heartbeat: seconds between two signs of life.
         silence: seconds without one after which other workers are taken for dead.
-        poll_interval: seconds between two looks at an empty queue when nobody notifies.
+        poll_interval: seconds between two looks at an empty queue when nobody notifies; at most 2.5.
         reclaim_interval: seconds between two sweeps for jobs whose worker is gone.
         keep: how long jobs are kept after their end, by status.
         observe: called with an :class:`~recado.worker.events.Event` for each thing that happens.
@@ -100,7 +103,7 @@ class Worker:
         keep: Mapping[JobStatus, timedelta] = retention.RETENTION,
         observe: Observer = ignore,
     ) -> None:
-        _check(queues, lease=lease, heartbeat=heartbeat, silence=silence)
+        _check(queues, lease=lease, heartbeat=heartbeat, silence=silence, poll_interval=poll_interval)
         self.id: UUID = uuid7()
         self.app = app
         self._connector: Connector = connector(database)
@@ -311,7 +314,7 @@ def _listen_connector(listen: str | None, database: Connector) -> Connector:
     return database if listen is None else connector(listen)
 
 
-def _check(queues: Mapping[str, int], *, lease: float, heartbeat: float, silence: float) -> None:
+def _check(queues: Mapping[str, int], *, lease: float, heartbeat: float, silence: float, poll_interval: float) -> None:
     if not queues:
         raise ConfigurationError("cannot start a worker: it serves no queue; name at least one")
     for queue, slots in queues.items():
@@ -326,4 +329,9 @@ def _check(queues: Mapping[str, int], *, lease: float, heartbeat: float, silence
         raise ConfigurationError(
             f"cannot start a worker: {silence:g} s of silence with a heartbeat every {heartbeat:g} s would take "
             "living workers for dead; let silence be at least three heartbeats"
+        )
+    if not 0 < poll_interval <= MAX_POLL_INTERVAL:
+        raise ConfigurationError(
+            f"cannot start a worker: it would look at its queues every {poll_interval:g} s, and enqueue counts on "
+            f"{MAX_POLL_INTERVAL:g} s at most; choose a shorter interval"
         )
