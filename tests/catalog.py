@@ -39,7 +39,8 @@ KINDS = {
     "relation": """
         SELECT format('%s kind=%s persistence=%s owner=%s options=%s toast_options=%s row_security=%s,%s '
                       'replica_identity=%s access_method=%s inherits=%s acl=%s comment=%s',
-            c.relname, c.relkind, c.relpersistence, c.relowner::regrole, c.reloptions, t.reloptions,
+            c.relname, c.relkind, c.relpersistence, c.relowner::regrole,
+            ARRAY(SELECT unnest(c.reloptions) ORDER BY 1), ARRAY(SELECT unnest(t.reloptions) ORDER BY 1),
             c.relrowsecurity, c.relforcerowsecurity, c.relreplident, m.amname,
             ARRAY(SELECT inhparent::regclass FROM pg_inherits WHERE inhrelid = c.oid ORDER BY inhseqno),
             c.relacl, obj_description(c.oid, 'pg_class'))
@@ -57,10 +58,11 @@ KINDS = {
         FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
         LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
         WHERE n.nspname = $1 AND c.relkind NOT IN ('i', 'I') AND a.attnum > 0 AND NOT a.attisdropped""",
-    # NOT NULL has been a constraint with a name since PostgreSQL 18; the columns tell of it everywhere.
+    # NOT NULL has been a constraint with a name since PostgreSQL 18; the columns tell of it everywhere. Printed
+    # pretty, because otherwise `a BETWEEN b AND c AND d` differs from what it is itself printed as, in parentheses.
     "constraint": """
         SELECT format('%s %s %s %s comment=%s', nullif(k.conrelid, 0)::regclass, nullif(k.contypid, 0)::regtype,
-            k.conname, pg_get_constraintdef(k.oid), obj_description(k.oid, 'pg_constraint'))
+            k.conname, pg_get_constraintdef(k.oid, true), obj_description(k.oid, 'pg_constraint'))
         FROM pg_constraint k JOIN pg_namespace n ON n.oid = k.connamespace
         WHERE n.nspname = $1 AND k.contype <> 'n'""",
     "index": """
@@ -207,8 +209,8 @@ def _columns(columns: list[asyncpg.Record]) -> Iterator[str]:
 def _policy(policy: asyncpg.Record, table: asyncpg.Record) -> str:
     sql = f"CREATE POLICY {policy['name']} ON {table['name']} AS {policy['permissive']} FOR {policy['cmd']}"
     sql += f" TO {policy['roles']}"
-    sql += "" if policy["qual"] is None else f"\n    USING {policy['qual']}"
-    sql += "" if policy["with_check"] is None else f"\n    WITH CHECK {policy['with_check']}"
+    sql += "" if policy["qual"] is None else f"\n    USING ({policy['qual']})"
+    sql += "" if policy["with_check"] is None else f"\n    WITH CHECK ({policy['with_check']})"
     return f"{sql};\n"
 
 

@@ -66,11 +66,14 @@ the whole table when half of it is pending, or was when it was last analyzed. Me
 
 _DEAD = """
     status = 'dead'
-    AND id BETWEEN (SELECT '00000000-0000-0000-0000-000000000000'::uuid)
-               AND (SELECT 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid)
+    AND (finished_at BETWEEN (SELECT min(finished_at) FROM {schema}.jobs WHERE status = 'dead')
+                         AND (SELECT max(finished_at) FROM {schema}.jobs WHERE status = 'dead')
+         OR finished_at IS NULL
+            AND id BETWEEN (SELECT '00000000-0000-0000-0000-000000000000'::uuid)
+                       AND (SELECT 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid))
 """
-"""All dead jobs, by way of the dead letter list's index, in the same manner. Not by ``finished_at``: a row that
-lacks it would go uncounted."""
+"""All dead jobs, by way of the dead letter list's index, in the same manner. A row that was marked dead by hand
+may lack ``finished_at``, and counts all the same."""
 
 COUNTS = f"""
 SELECT pending.count, dead.count, extract(epoch FROM statement_timestamp() - pending.oldest)::float8
@@ -98,7 +101,8 @@ FROM (
 GROUP BY queue, job_type
 ORDER BY queue, job_type
 """
-"""One arm for each partial index, so that no completed row is read. 450 ms for 1,000,000 pending jobs."""
+"""One arm for each partial index, so that no completed row is read; 400 to 500 ms for 1,000,000 pending
+jobs."""
 
 WORKERS = """
 SELECT count(*), pg_notification_queue_usage() FROM {schema}.workers

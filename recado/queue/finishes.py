@@ -67,8 +67,9 @@ COMPLETE = """
 UPDATE {schema}.jobs j
 SET status = 'completed', result = d.result::jsonb, finished_at = now(), updated_at = now(),
     locked_at = NULL, locked_by = NULL
-FROM unnest($2::uuid[], $3::integer[], $4::text[]) AS d (id, fence, result)
-WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = $1
+FROM (SELECT $1::uuid AS worker_id, unnest((SELECT $2::uuid[])) AS id, unnest((SELECT $3::integer[])) AS fence,
+             unnest((SELECT $4::text[])) AS result) AS d
+WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = d.worker_id
 RETURNING j.id
 """
 """A batch, looked up by primary key. ``locked_by`` is cleared: that is what makes a repeat change nothing."""
@@ -93,10 +94,11 @@ WITH changed AS (
         attempts = least(j.attempts + 1, j.max_attempts),
         last_error = d.error_class || ': ' || d.message,
         locked_at = NULL, locked_by = NULL, updated_at = now()
-    FROM unnest($2::uuid[], $3::integer[], $4::float8[], $5::boolean[], $6::float8[], $7::text[], $8::text[],
-                $9::text[])
-        AS d (id, fence, wait, discard, run_time, error_class, message, traceback)
-    WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = $1
+    FROM (SELECT $1::uuid AS worker_id, unnest((SELECT $2::uuid[])) AS id, unnest((SELECT $3::integer[])) AS fence,
+                 unnest((SELECT $4::float8[])) AS wait, unnest((SELECT $5::boolean[])) AS discard,
+                 unnest((SELECT $6::float8[])) AS run_time, unnest((SELECT $7::text[])) AS error_class,
+                 unnest((SELECT $8::text[])) AS message, unnest((SELECT $9::text[])) AS traceback) AS d
+    WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = d.worker_id
     RETURNING j.id, j.fence, j.job_type, j.queue, j.status, j.run_at, j.attempts, j.max_attempts,
               d.run_time, d.error_class, d.message, d.traceback
 ), logged AS (
@@ -119,8 +121,9 @@ WITH changed AS (
     UPDATE {schema}.jobs j
     SET status = 'pending', locked_at = NULL, locked_by = NULL, updated_at = now(),
         run_at = CASE WHEN d.wait IS NULL THEN j.run_at ELSE now() + make_interval(secs => d.wait) END
-    FROM unnest($2::uuid[], $3::integer[], $4::float8[]) AS d (id, fence, wait)
-    WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = $1
+    FROM (SELECT $1::uuid AS worker_id, unnest((SELECT $2::uuid[])) AS id, unnest((SELECT $3::integer[])) AS fence,
+                 unnest((SELECT $4::float8[])) AS wait) AS d
+    WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = d.worker_id
     RETURNING j.id, j.queue, j.status, j.run_at
 ), """
     + WOKEN

@@ -49,16 +49,17 @@ class Reclaimed:
 
 RENEW = """
 UPDATE {schema}.jobs j SET locked_at = now()
-FROM unnest($2::uuid[], $3::integer[]) AS d (id, fence)
-WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = $1
+FROM (SELECT $1::uuid AS worker_id, unnest((SELECT $2::uuid[])) AS id, unnest((SELECT $3::integer[])) AS fence) AS d
+WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = d.worker_id
 RETURNING j.id, j.fence
 """
 """By primary key and fenced, like finishing."""
 
 HELD = """
-SELECT j.id, j.fence FROM {schema}.jobs j
-JOIN unnest($2::uuid[], $3::integer[]) AS d (id, fence) ON j.id = d.id AND j.fence = d.fence
-WHERE j.locked_by = $1
+SELECT j.id, j.fence
+FROM {schema}.jobs j,
+     (SELECT $1::uuid AS worker_id, unnest((SELECT $2::uuid[])) AS id, unnest((SELECT $3::integer[])) AS fence) AS d
+WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = d.worker_id
 """
 """Which leases still stand: reads only, so that asking every few seconds costs no dead rows."""
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 
 from recado.errors import MigrationError, SchemaMismatch
+from recado.queue.locks import lock_key
 from recado.queue.statements import fill, resolve_schema
 from recado.settings import DEFAULT_SCHEMA
 
@@ -35,11 +36,15 @@ if TYPE_CHECKING:
 LOCK = "SELECT pg_advisory_xact_lock($1)"
 """Ends with the transaction, so that it also works behind PgBouncer and no crash can leave it held."""
 
+LOCK_PURPOSE = "migrate"
+"""Must stay: versions of recado that lock on different keys would migrate at the same time."""
+
 SCHEMA_EXISTS = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = '{schema}')"
 """Asked first, because CREATE SCHEMA IF NOT EXISTS demands CREATE on the database even where the schema
 exists; so an administrator can hand a ready-made schema to a role that may not create one."""
 
 CREATE_SCHEMA = "CREATE SCHEMA IF NOT EXISTS {schema}"
+"""IF NOT EXISTS for the script of :func:`sql`, which cannot ask first."""
 
 BOOKKEEPING_EXISTS = """\
 SELECT EXISTS (SELECT FROM pg_tables WHERE schemaname = '{schema}' AND tablename = 'schema_migrations')"""
@@ -58,12 +63,16 @@ CREATE TABLE IF NOT EXISTS {schema}.schema_migrations (
 """Not a migration itself: the first one is written down in it."""
 
 APPLIED = "SELECT number, name, checksum, applied_at FROM {schema}.schema_migrations ORDER BY number"
+"""A handful of rows, read as a whole: what is pending, edited or unknown is told by comparing in Python."""
 
 RECORD = "INSERT INTO {schema}.schema_migrations (number, name, checksum) VALUES ($1, $2, $3)"
+"""Comes before the migration itself, so that the primary key refuses a second time before anything is done."""
 
 FORGET = "DELETE FROM {schema}.schema_migrations WHERE number = $1"
+"""In the transaction of the `down` it belongs to."""
 
 DROP_BOOKKEEPING = "DROP TABLE {schema}.schema_migrations"
+"""With the first migration, so that nothing stays behind."""
 
 MAY_DROP_SCHEMA = """\
 SELECT pg_has_role(nspowner, 'USAGE') AND nspname <> 'public' FROM pg_namespace WHERE nspname = '{schema}'"""
@@ -178,7 +187,7 @@ async def up(
         conn: a connection outside any transaction.
         to: the number of the last migration to apply; ``None`` applies all.
         schema: the schema to work in; ``None`` takes the setting's. It is created if it does not exist.
-        migrations: those of :func:`shipped` unless given.
+        migrations: as :func:`load` returns them; those of :func:`shipped` unless given.
 
     Returns:
         What this call applied, in order; empty when there was nothing to do.
@@ -213,7 +222,7 @@ async def down(
         conn: a connection outside any transaction.
         to: the number of the last migration that stays applied.
         schema: the schema to work in; ``None`` takes the setting's.
-        migrations: those of :func:`shipped` unless given.
+        migrations: as :func:`load` returns them; those of :func:`shipped` unless given.
 
     Returns:
         What this call reverted, in the order it did.
@@ -240,23 +249,21 @@ async def status(
     Args:
         conn: a connection, inside a transaction or not.
         schema: the schema to look at; ``None`` takes the setting's. It need not exist.
-        migrations: those of :func:`shipped` unless given.
+        migrations: as :func:`load` returns them; those of :func:`shipped` unless given.
     """
-    known = {m.number: m for m in (shipped() if migrations is None else migrations)}
+    known = shipped() if migrations is None else migrations
     applied = {row["number"]: row for row in await _applied(conn, schema)}
-    rows = []
-    for number in sorted(known.keys() | applied.keys()):
-        migration, row = known.get(number), applied.get(number)
-        rows.append(
-            MigrationStatus(
-                number=number,
-                name=row["name"] if migration is None and row is not None else known[number].name,
-                applied_at=None if row is None else row["applied_at"],
-                edited=migration is not None and row is not None and _differs(row, migration),
-                unknown=migration is None,
-            )
-        )
-    return rows
+    statuses = []
+    for migration in known:
+        row = applied.pop(migration.number, None)
+        applied_at = None if row is None else row["applied_at"]
+        edited = row is not None and _differs(row, migration)
+        statuses.append(MigrationStatus(migration.number, migration.name, applied_at, edited, unknown=False))
+    statuses += [
+        MigrationStatus(row["number"], row["name"], row["applied_at"], edited=False, unknown=True)
+        for row in applied.values()
+    ]
+    return statuses
 
 
 def sql(
@@ -272,7 +279,7 @@ def sql(
         since: leave out the migrations up to this number, which were applied before.
         to: the number of the last migration to write; ``None`` writes all.
         schema: the schema to fill in; ``None`` takes the setting's.
-        migrations: those of :func:`shipped` unless given.
+        migrations: as :func:`load` returns them; those of :func:`shipped` unless given.
 
     Raises:
         MigrationError: ``since`` or ``to`` is no migration's number, or there is none between them.
@@ -284,7 +291,7 @@ def sql(
     name = resolve_schema(schema)
     return SCRIPT_HEADER.format(first=chosen[0], last=chosen[-1]) + "".join(
         SCRIPT_STEP.format(
-            lock_key=_lock_key(name),
+            lock_key=lock_key(LOCK_PURPOSE, name),
             preparation=fill(f"{CREATE_SCHEMA};\n{CREATE_BOOKKEEPING};\n", name) if m.number == 1 else "",
             schema=name,
             number=m.number,
@@ -304,7 +311,7 @@ async def check_schema(
     Args:
         conn: a connection, inside a transaction or not.
         schema: the schema to look at; ``None`` takes the setting's.
-        migrations: those of :func:`shipped` unless given.
+        migrations: as :func:`load` returns them; those of :func:`shipped` unless given.
 
     Raises:
         SchemaMismatch: the schema was never migrated, is too old or is too new; the message names the command
@@ -377,7 +384,7 @@ def _migrating(conn: Connection) -> asyncpg.transaction.Transaction:
 
 async def _locked(conn: Connection, known: Sequence[Migration], schema: str | None) -> set[int]:
     """Wait for the schema's turn, and return the numbers that are applied."""
-    await conn.execute(LOCK, _lock_key(resolve_schema(schema)))
+    await conn.execute(LOCK, lock_key(LOCK_PURPOSE, schema))
     applied = await _applied(conn, schema)
     _refuse_newer(applied, known, schema)
     _refuse_edited(applied, known, schema)
@@ -405,12 +412,6 @@ async def _clear(conn: Connection, schema: str | None) -> None:
             await conn.execute(fill(DROP_SCHEMA, schema))
     except asyncpg.DependentObjectsStillExistError:
         pass  # Somebody keeps other things there. The savepoint saves the transaction around it.
-
-
-def _lock_key(schema: str) -> int:
-    """Of the schema's name alone: the same in every process, and for the script of :func:`sql`."""
-    digest = hashlib.sha256(f"recado.migrate.{schema}".encode()).digest()
-    return int.from_bytes(digest[:8], signed=True)
 
 
 def _checked_target(to: int, known: Sequence[Migration]) -> int:

