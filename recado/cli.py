@@ -7,26 +7,51 @@ Anything else that reaches the user as a traceback is a fault of recado's.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
+import logging
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, NoReturn, TypeVar
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn, TypeVar
+from uuid import UUID
 
 import asyncpg
+import rich.console
+import rich.table
+import rich.text
 import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from recado import serve
+from recado.app import Recado
 from recado.errors import ConfigurationError, RecadoError
-from recado.queue import migrate
+from recado.queue import (
+    Job,
+    JobError,
+    JobStatus,
+    cancel,
+    dead_by_error,
+    get_job,
+    list_errors,
+    list_jobs,
+    migrate,
+    requeue,
+    requeue_dead,
+)
+from recado.queue.admin import PAGE_SIZE
 from recado.queue.connections import CONNECT_TIMEOUT, TRANSIENT, Connection, connector
+from recado.queue.leases import DEFAULT_LEASE, HEARTBEAT_INTERVAL, MAX_SILENCE
 from recado.queue.migrate import MigrationStatus
 from recado.queue.statements import resolve_schema
 from recado.settings import Settings, settings
 from recado.version import VERSION
+from recado.worker.upkeep import RECLAIM_INTERVAL
+from recado.worker.worker import GRACE
 
 T = TypeVar("T")
 
@@ -173,6 +198,210 @@ def token(
     typer.echo(f"  {secret}")
     typer.echo("The entry for the JSON list in RECADO_TOKENS:")
     typer.echo(f"  {json.dumps(entry, ensure_ascii=False)}")
+
+
+# --- recado worker, api, dev ---
+
+AppPath = Annotated[str, typer.Argument(metavar="APP", help="Where the Recado() is, such as shop.jobs:app.")]
+Queues = Annotated[
+    list[str] | None,
+    typer.Option("--queue", "-q", metavar="QUEUE[:SLOTS]", help="A queue to serve, and how many of its jobs at once."),
+]
+Host = Annotated[str | None, typer.Option("--host", help="Where to listen; else RECADO_API_HOST, else 127.0.0.1.")]
+Port = Annotated[int | None, typer.Option("--port", help="Where to listen; else RECADO_API_PORT, else 8710.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="The least that is logged.")
+]
+
+
+@app.command()
+def worker(
+    path: AppPath,
+    queue: Queues = None,
+    dsn: Dsn = None,
+    lease: Annotated[float, typer.Option(help="Seconds until a job of a worker that is gone is taken over.")] = (
+        DEFAULT_LEASE
+    ),
+    silence: Annotated[float, typer.Option(help="Seconds without a heartbeat until a worker counts as gone.")] = (
+        MAX_SILENCE
+    ),
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for an attempt of a type without its own; else no limit.")
+    ] = None,
+    grace: Annotated[float, typer.Option(help="Seconds that running jobs get at a stop.")] = GRACE,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run jobs until SIGTERM; a second one, or SIGINT, stops at once."""
+    _log_to_stderr(log_level)
+    application = _ready_app(path, dsn)
+    serve.serve_worker(
+        application,
+        dsn,
+        serve.read_queues(queue or ()),
+        lease=lease,
+        heartbeat=min(HEARTBEAT_INTERVAL, silence / 3),
+        silence=silence,
+        reclaim_interval=min(RECLAIM_INTERVAL, silence / 4, lease / 4),
+        timeout=timeout,
+        grace=grace,
+    )
+
+
+@app.command()
+def api(path: AppPath, dsn: Dsn = None, host: Host = None, port: Port = None, log_level: LogLevel = "info") -> None:
+    """Serve metrics and status over HTTP; without tokens in RECADO_TOKENS to this machine only."""
+    _log_to_stderr(log_level)
+    application = _ready_app(path, dsn)
+    serve.serve_api(application, dsn, host or settings().api_host, port or settings().api_port)
+
+
+@app.command()
+def dev(
+    path: AppPath,
+    queue: Queues = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data", help="Where the server keeps its data; else RECADO_DATA_DIR, else .recado.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run all that an application needs, in one process tree: PostgreSQL, migrations, worker and API."""
+    _log_to_stderr(log_level)
+    serve.serve_dev(
+        serve.load_app(path),
+        data_dir or settings().data_dir,
+        host or settings().api_host,
+        port or settings().api_port,
+        serve.read_queues(queue or ()),
+    )
+
+
+def _ready_app(path: str, dsn: str | None) -> Recado:
+    """The application, once its database is known to be there and to have the right schema."""
+    application = serve.load_app(path)
+    _run(dsn, lambda conn: migrate.check_schema(conn, schema=application.schema))
+    return application
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-8s %(name)s: %(message)s")
+
+
+# --- recado jobs, dead ---
+
+jobs = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
+app.add_typer(jobs, name="jobs")
+
+JobId = Annotated[UUID, typer.Argument(metavar="ID", help="The job's id.")]
+JobTypeName = Annotated[str | None, typer.Option("--type", metavar="TYPE", help="Only jobs of this type.")]
+QueueName = Annotated[str | None, typer.Option("--queue", "-q", metavar="QUEUE", help="Only jobs of this queue.")]
+
+
+@jobs.command("list")
+def jobs_list(
+    status: Annotated[JobStatus | None, typer.Option(help="Only jobs in this state.")] = None,
+    job_type: JobTypeName = None,
+    queue: QueueName = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many at most.")] = PAGE_SIZE,
+    dsn: Dsn = None,
+    schema: Schema = None,
+) -> None:
+    """List jobs, newest first."""
+    found = _run(
+        dsn,
+        lambda conn: list_jobs(conn, status=status, queue=queue, job_type=job_type, limit=limit, schema=schema),
+    )
+    _print_table(
+        ["id", "type", "queue", "status", "attempts", "run at", "last error"],
+        [
+            [
+                str(job.id),
+                job.job_type,
+                job.queue,
+                job.status,
+                f"{job.attempts}/{job.max_attempts}",
+                f"{job.run_at:%Y-%m-%d %H:%M:%S}",
+                (job.last_error or "").partition("\n")[0],
+            ]
+            for job in found
+        ],
+    )
+
+
+@jobs.command("show")
+def jobs_show(job_id: JobId, dsn: Dsn = None, schema: Schema = None) -> None:
+    """Show one job, and what went wrong with it."""
+
+    async def read(conn: Connection) -> tuple[Job, list[JobError]]:
+        return await get_job(conn, job_id, schema=schema), await list_errors(conn, job_id, schema=schema)
+
+    job, errors = _run(dsn, read)
+    for field in dataclasses.fields(job):
+        value = getattr(job, field.name)
+        shown = json.dumps(value, ensure_ascii=False) if field.name in {"payload", "result", "metadata"} else value
+        typer.echo(f"{field.name:16} {'' if value is None else shown}")
+    for error in errors:
+        typer.echo(f"\nattempt {error.attempt} ended {error.ended_at:%Y-%m-%d %H:%M:%S %Z} on {error.worker_id}:")
+        typer.echo(error.traceback or f"{error.error_class}: {error.message}")
+
+
+@jobs.command("cancel")
+def jobs_cancel(job_id: JobId, dsn: Dsn = None, schema: Schema = None) -> None:
+    """Cancel a job that is pending or running."""
+    _run(dsn, lambda conn: cancel(conn, job_id, schema=schema))
+    typer.echo(f"cancelled {job_id}")
+
+
+@jobs.command("retry")
+def jobs_retry(
+    job_id: Annotated[UUID | None, typer.Argument(metavar="[ID]", help="One job, whatever its end.")] = None,
+    job_type: JobTypeName = None,
+    queue: QueueName = None,
+    everything: Annotated[bool, typer.Option("--all", help="All dead jobs.")] = False,
+    dsn: Dsn = None,
+    schema: Schema = None,
+) -> None:
+    """Run a job once more, or the dead ones of a type or a queue."""
+    if (job_id is not None) + (job_type is not None or queue is not None) + everything != 1:
+        raise typer.BadParameter("name one job, or --type and --queue, or --all")
+
+    async def retry(conn: Connection) -> int:
+        if job_id is not None:
+            await requeue(conn, job_id, schema=schema)
+            return 1
+        count = 0
+        while done := await requeue_dead(conn, job_type=job_type, queue=queue, schema=schema):
+            count += len(done)
+        return count
+
+    typer.echo(f"requeued {_run(dsn, retry)}")
+
+
+@app.command()
+def dead(
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many groups at most.")] = PAGE_SIZE,
+    dsn: Dsn = None,
+    schema: Schema = None,
+) -> None:
+    """Show what died, grouped by error; `recado jobs retry` gives it another chance."""
+    groups = _run(dsn, lambda conn: dead_by_error(conn, limit=limit, schema=schema))
+    _print_table(
+        ["jobs", "type", "error", "newest"],
+        [[str(g.count), g.job_type, g.error, f"{g.newest:%Y-%m-%d %H:%M:%S}" if g.newest else ""] for g in groups],
+    )
+
+
+def _print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Columns side by side; the last one is cut at the edge of a terminal, and whole in a pipe."""
+    table = rich.table.Table(*header, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns:
+        column.no_wrap = True
+        column.overflow = "ellipsis"
+    for row in rows:
+        table.add_row(*(rich.text.Text(cell) for cell in row))
+    console = rich.console.Console()
+    console.print(table, width=None if console.is_terminal else 10_000, crop=False)
 
 
 # --- behind them ---

@@ -49,19 +49,13 @@ async def test_a_handler_that_blocks_the_loop_beyond_its_lease_keeps_its_job_and
         runs.append(job.id)
         time.sleep(1.8)  # noqa: ASYNC251 - that is what is tested
 
-    other = Recado()
-
-    @other.job("a.blocks")
-    async def again(payload: None, job: ClaimedJob) -> None:
-        runs.append(job.id)
-
     # The second worker has a loop of its own, which is not blocked.
     stop = threading.Event()
     swept = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(sweep()))
 
     async def sweep() -> None:
-        async with working(other, dsn, reclaim_interval=0.05):
+        async with working(Recado(), dsn, queues={"other": 1}, reclaim_interval=0.05):
             swept.set()
             await asyncio.to_thread(stop.wait)
 

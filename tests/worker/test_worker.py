@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -142,10 +143,8 @@ async def test_a_handler_that_ignores_its_cancellation_is_given_back_without_it(
     async def stubborn(payload: None) -> None:
         running.set()
         while not go_on.is_set():
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await go_on.wait()
-            except asyncio.CancelledError:
-                pass
         ended.set()
 
     async with working(app, dsn, grace=0) as (_, _seen):
