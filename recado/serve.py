@@ -23,7 +23,6 @@ import asyncpg
 import uvicorn
 from starlette.types import ASGIApp
 
-from recado import embedded
 from recado.api.app import create_app
 from recado.api.auth import check_exposure
 from recado.app import Recado
@@ -140,6 +139,9 @@ def serve_dev(app: Recado, data_dir: Path, host: str, port: int, queues: Mapping
         EmbeddedServerError: PostgreSQL cannot be started.
         ConfigurationError, SchemaMismatch: as for worker and API.
     """
+    # Only here: what it needs to run a server under another user does not exist on Windows.
+    from recado import embedded
+
     check_exposure(host, settings().tokens)
     with embedded.start(data_dir) as server:
         run(_serve_dev(app, server.dsn(), host, port, queues))
@@ -213,13 +215,17 @@ def _on_signals(stop: Callable[[], None], stop_now: Callable[[], None]) -> Itera
             stop()
         stopping = True
 
-    for number in SIGNALS:
-        loop.add_signal_handler(number, handle, number)
+    # Not loop.add_signal_handler, which Windows does not have. A handler of this kind runs between two steps of
+    # the interpreter, in the main thread, so it only leaves word with the loop.
+    before = {
+        number: signal.signal(number, lambda n, _: loop.call_soon_threadsafe(handle, signal.Signals(n)))
+        for number in SIGNALS
+    }
     try:
         yield
     finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
