@@ -7,8 +7,13 @@ import hashlib
 from recado.queue.connections import Connection
 from recado.queue.statements import resolve_schema
 
-TRY_LOCK = "SELECT pg_try_advisory_xact_lock($1)"
-"""Ends with the transaction: behind a transaction-mode pooler a session's lock would stay with a stranger."""
+TRY_LOCK = """
+SELECT pg_try_advisory_xact_lock($1), set_config('idle_in_transaction_session_timeout', '5s', true)
+"""
+"""Ends with the transaction: behind a transaction-mode pooler a session's lock would stay with a stranger.
+
+The transaction ends by itself when its client falls silent: a process that is stopped, or whose network is cut,
+right between two of its statements would else keep everybody from the sweep for as long as that lasts."""
 
 
 def lock_key(purpose: str, schema: str | None) -> int:
