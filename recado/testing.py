@@ -11,6 +11,13 @@ fixture             scope    what it is
 ``recado_db``       function an asyncpg connection to that copy
 =================== ======== ====================================================================
 
+A test then asks for what it expects::
+
+    async def test_an_order_sends_a_receipt(recado_db):
+        await place_order(recado_db, ...)
+        await assert_enqueued(recado_db, "email.send_receipt", {"order_id": ANY})
+        assert (await drain(app, recado_db)).completed == 1
+
 An application with tables of its own overrides ``recado_template`` and creates them there::
 
     @pytest.fixture(scope="session")
@@ -27,16 +34,29 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
+from uuid import UUID
 
 import asyncpg
 import pytest
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+from uuid6 import uuid7
 
-from recado.queue import migrate
+from recado.app import Recado
+from recado.queue import list_jobs, migrate
+from recado.queue.claims import PRIORITIES, claim
+from recado.queue.connections import Connection
+from recado.queue.finishes import Completion, Release, complete_one, fail, release
+from recado.queue.models import ClaimedJob, Job, JobStatus
+from recado.worker.alerts import raise_alerts
+from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
 
 if sys.platform != "win32":  # there pytest must load this module all the same
     from recado import embedded
@@ -101,6 +121,118 @@ async def recado_db(recado_dsn: str) -> AsyncIterator[asyncpg.Connection]:
     connection = await asyncpg.connect(recado_dsn)
     yield connection
     await connection.close()
+
+
+# --- what tests ask ---
+
+CLAIMED_AT_ONCE = 100
+"""Jobs that :func:`drain` claims in one statement."""
+
+
+@dataclass(slots=True)
+class Drained:
+    """How the attempts of one :func:`drain` ended."""
+
+    completed: int = 0
+    failed: int = 0
+    """Those that wait for another attempt."""
+    dead: int = 0
+    snoozed: int = 0
+
+
+async def drain(app: Recado, conn: Connection, *, state: Mapping[str, Any] | None = None) -> Drained:
+    """Run all jobs that are due, and those they enqueue, until none is; one after the other, on ``conn``.
+
+    It works inside a transaction of the test's too: each handler that asks for ``conn`` then gets it in a savepoint.
+
+    Args:
+        app: whose handlers run.
+        state: what handlers get as ``state``; ``None`` runs the application's lifespan for it.
+
+    Returns:
+        How many attempts ended in which way. What failed is not due again before its wait is over.
+    """
+    drained = Drained()
+    async with app.run_lifespan() if state is None else contextlib.nullcontext(state) as handed:
+        worker_id = uuid7()
+        while queues := await _queues_with_work(app, conn):
+            claimed = False
+            for queue in queues:
+                for job in await claim(conn, worker_id, queue, CLAIMED_AT_ONCE, NO_FLOORS, schema=app.schema):
+                    claimed = True
+                    await _run_one(app, conn, worker_id, job, handed, drained)
+            if not claimed:
+                break
+    return drained
+
+
+async def assert_enqueued(
+    conn: Connection, job_type: str, payload: Any = None, *, queue: str | None = None, schema: str | None = None
+) -> Job:
+    """Assert that a job of this type waits, and return the newest that does.
+
+    Args:
+        payload: what it has to hold: of a dict, at least these keys; ``unittest.mock.ANY`` stands for any value.
+        queue: where it has to wait.
+
+    Raises:
+        AssertionError: there is none; it says which jobs of the type there are.
+    """
+    jobs = await list_jobs(conn, job_type=job_type, status=JobStatus.PENDING, limit=LOOKED_AT, schema=schema)
+    for job in jobs:
+        if (payload is None or _matches(payload, job.payload)) and queue in (None, job.queue):
+            return job
+    where = "" if queue is None else f" in queue {queue!r}"
+    wanted = "" if payload is None else f" with {payload!r}"
+    there = ", ".join(f"{job.payload!r} in {job.queue!r}" for job in jobs) or "none at all"
+    raise AssertionError(f"expected a pending job {job_type!r}{wanted}{where}, got {there}")
+
+
+NO_FLOORS = (None,) * len(PRIORITIES)
+
+LOOKED_AT = 1_000
+"""Jobs that are looked through at most: more than a test enqueues."""
+
+
+async def _queues_with_work(app: Recado, conn: Connection) -> list[str]:
+    jobs = await list_jobs(conn, status=JobStatus.PENDING, limit=LOOKED_AT, schema=app.schema)
+    return sorted({job.queue for job in jobs})
+
+
+async def _run_one(
+    app: Recado, conn: Connection, worker_id: UUID, job: ClaimedJob, state: Mapping[str, Any], drained: Drained
+) -> None:
+    began = time.monotonic()
+    try:
+        handler = handler_of(app, job)
+        async with conn.transaction():
+            value = await call(handler, job, conn=conn, state=state, timeout=None, in_thread=asyncio.to_thread)
+            await complete_one(conn, worker_id, Completion(job.id, job.fence, result_of(job, value)), schema=app.schema)
+        drained.completed += 1
+    except Exception as error:
+        # What the handler raises is the user's; it is written down as a worker would.
+        if (wait := snooze_of(error)) is not None:
+            await release(conn, worker_id, [Release(job.id, job.fence, wait)], schema=app.schema)
+            drained.snoozed += 1
+            return
+        failure = failure_of(app, job, error, time.monotonic() - began)
+        async with conn.transaction():
+            ended = await fail(conn, worker_id, [failure], schema=app.schema)
+            dead = [(f, failure.error_class) for f in ended if f.status is JobStatus.DEAD]
+            await raise_alerts(conn, app, dead)
+        drained.dead += len(dead)
+        drained.failed += len(ended) - len(dead)
+
+
+def _matches(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, BaseModel):
+        wanted = wanted.model_dump(mode="json")
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        return all(key in found and _matches(value, found[key]) for key, value in wanted.items())
+    if isinstance(wanted, list | tuple) and isinstance(found, list):
+        return len(wanted) == len(found) and all(map(_matches, wanted, found))
+    # A UUID or a date in the test stands for what it is in JSON.
+    return bool(wanted == found) or to_jsonable_python(wanted, serialize_unknown=True) == found
 
 
 # --- behind them ---
