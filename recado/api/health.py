@@ -15,12 +15,14 @@ from recado.queue.migrate import check_schema
 
 logger = logging.getLogger("recado.api")
 
-READY_TIMEOUT = 0.8
-"""Seconds to find out; the answer is promised within one."""
+READY_TIMEOUT = 0.7
+"""Seconds to get a connection and to look at the schema; the answer is promised within one."""
 
-DATABASE_TROUBLE = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError)
-"""What asyncpg raises: the server's errors, the driver's own, a server that does not speak PostgreSQL's
-protocol, and the network's, TimeoutError among them."""
+RELEASE_TIMEOUT = 0.2
+"""Seconds to give the connection back; a server that answers needs a millisecond."""
+
+DATABASE_TROUBLE = (asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
+"""The server's errors, the driver's, and the network's, TimeoutError among them."""
 
 
 async def healthz(request: Request) -> JSONResponse:
@@ -32,8 +34,7 @@ async def readyz(request: Request) -> JSONResponse:
     """200 when the database answers and its schema is the one this version works with; else 503 and why."""
     state = request.app.state
     try:
-        async with asyncio.timeout(READY_TIMEOUT):
-            await _check(state.pool, state.schema)
+        await _check(state.pool, state.schema)
     except SchemaMismatch as error:
         return _unavailable(str(error))
     except TimeoutError:
@@ -49,15 +50,15 @@ async def readyz(request: Request) -> JSONResponse:
 
 
 async def _check(pool: Pool, schema: str) -> None:
-    # The pool's own timeout bounds the release as well.
-    async with pool.acquire(timeout=READY_TIMEOUT) as conn:
-        try:
+    deadline = asyncio.get_running_loop().time() + READY_TIMEOUT
+    conn = await pool.acquire(timeout=READY_TIMEOUT)
+    try:
+        async with asyncio.timeout_at(deadline):
             await check_schema(conn, schema=schema)
-        except asyncio.CancelledError:
-            # To give it back, the pool would first have the server cancel the statement, and wait for that: a
-            # server that hangs would hold up the answer. Dropped, it makes room for a new connection.
-            conn.terminate()
-            raise
+    finally:
+        # Outside of the deadline, since a release that is cancelled goes on unattended. It has the server cancel
+        # what still runs there, and drops the connection when the server does not say in time that it has.
+        await pool.release(conn, timeout=RELEASE_TIMEOUT)
 
 
 def _unavailable(reason: str) -> JSONResponse:

@@ -80,9 +80,11 @@ class Relay:
         self._group = group
         self.flowing = asyncio.Event()
         self.flowing.set()
+        self.accepted = asyncio.Event()
         self.port = 0
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted.set()
         self._group.create_task(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

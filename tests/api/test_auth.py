@@ -120,6 +120,12 @@ async def test_the_scheme_ignores_case_and_the_secret_is_bytes(ask: httpx.AsyncC
     assert (await ask.get(METRICAS, headers={b"Authorization": header})).status_code == 200
 
 
+async def test_the_digest_of_nothing_opens_nothing(recado_app: Recado, pool: Pool) -> None:
+    ask = client(create_app(recado_app, pool, tokens=[token("", "jobs:admin")]))
+
+    assert (await ask.get(METRICAS, headers=bearer(""))).status_code == 401
+
+
 async def test_the_digest_itself_opens_nothing(ask: httpx.AsyncClient) -> None:
     assert (await ask.get(METRICAS, headers=bearer(TOKENS[0].sha256))).status_code == 401
 

@@ -9,9 +9,10 @@ import asyncpg
 import httpx
 import pytest
 
-from recado.api import create_app
+from recado.api import create_app, health
 from recado.app import Recado
-from recado.queue.connections import Pool
+from recado.queue.connections import Connection, Pool
+from recado.queue.migrate import check_schema
 from tests.api.conftest import assert_whole, bearer, client, relay, token
 
 PROMISED = 1.0
@@ -74,6 +75,24 @@ async def test_it_is_not_ready_in_time_when_an_open_connection_goes_silent(recad
         assert (await readyz(recado_app, pool))[0] == 200
 
 
+async def test_a_connection_that_goes_silent_when_it_is_given_back_is_dropped_soon(
+    recado_app: Recado, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with relay(dsn) as line, _pool(dsn, host="127.0.0.1", port=line.port, ssl=False, max_size=1) as pool:
+
+        async def check_and_go_silent(conn: Connection, *, schema: str) -> None:
+            await check_schema(conn, schema=schema)
+            line.flowing.clear()
+
+        monkeypatch.setattr(health, "check_schema", check_and_go_silent)
+        assert (await readyz(recado_app, pool))[0] == 503
+        line.accepted.clear()
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            group.create_task(assert_whole(pool))
+            await line.accepted.wait()  # the pool connects anew, so the old connection has made room
+            line.flowing.set()
+
+
 async def test_it_is_not_ready_in_time_when_its_statement_is_blocked(
     recado_app: Recado, pool: Pool, conn: asyncpg.Connection, schema: str
 ) -> None:
@@ -134,7 +153,7 @@ async def test_it_is_not_ready_when_something_else_listens_on_the_port(recado_ap
         await reader.read()
         writer.close()
 
-    async with _server(serve_http) as port, _pool(f"postgresql://app@127.0.0.1:{port}/shop", ssl=False) as pool:
+    async with _server(serve_http) as port, _pool(f"postgresql://app@127.0.0.1:{port}/shop") as pool:
         status, _ = await readyz(recado_app, pool)
 
     assert status == 503
@@ -184,4 +203,4 @@ async def _server(serve: Any) -> AsyncIterator[int]:
 
 
 def _pool(dsn: str, **overrides: Any) -> Pool:
-    return asyncpg.create_pool(dsn, min_size=0, max_size=2, **overrides)
+    return asyncpg.create_pool(dsn, **{"min_size": 0, "max_size": 2, **overrides})

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from recado.api import create_app, metrics
 from recado.app import Recado
 from recado.queue.connections import Pool
-from tests.api.conftest import assert_whole, bearer, client, insert, token
+from tests.api.conftest import assert_whole, bearer, client, insert, relay, token
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
@@ -125,6 +125,26 @@ async def test_a_count_that_takes_too_long_is_cancelled_on_the_server_too(
     assert response.json() == {"error": "cannot answer this request: the database is not available; try again later"}
     assert waiting == 0
     await assert_whole(pool)
+
+
+async def test_a_connection_that_goes_silent_is_given_up(
+    recado_app: Recado, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "DATABASE_TIMEOUT", 0.2)
+
+    async with (
+        relay(dsn) as line,
+        asyncpg.create_pool(dsn, host="127.0.0.1", port=line.port, ssl=False, min_size=0, max_size=1) as pool,
+    ):
+        ask = client(create_app(recado_app, pool, tokens=[token("admin-secret", "jobs:admin")]))
+        answers = [(await ask.get(METRICAS, headers=bearer("admin-secret"))).status_code]
+        line.flowing.clear()
+        async with asyncio.timeout(5):
+            answers.append((await ask.get(METRICAS, headers=bearer("admin-secret"))).status_code)
+        line.flowing.set()
+        await assert_whole(pool)
+
+    assert answers == [200, 503]
 
 
 @pytest.mark.parametrize("path", [METRICAS, "/metrics"])
