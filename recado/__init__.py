@@ -1,6 +1,6 @@
 """recado: an asyncio-native job queue that lives in the PostgreSQL you already run."""
 
-from recado.app import JobHandler, JobType, Recado
+from recado.app import JobDied, JobHandler, JobType, Recado
 from recado.errors import Discard, RecadoError, Retry, Snooze
 from recado.queue.models import ClaimedJob, Job, JobStatus, NewJob
 from recado.version import VERSION as __version__
@@ -10,6 +10,7 @@ __all__ = [
     "ClaimedJob",
     "Discard",
     "Job",
+    "JobDied",
     "JobHandler",
     "JobStatus",
     "JobType",

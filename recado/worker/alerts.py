@@ -30,7 +30,7 @@ async def raise_alerts(conn: Connection, app: Recado, dead: Iterable[tuple[Faile
         critical = job_type is not None and job_type.critical
         logger.log(
             logging.CRITICAL if critical else logging.ERROR,
-            "%sjob %s (%s) is dead after %d failed attempts: %s",
+            "%sjob %s (%s) is dead, attempts failed: %d, the last by %s",
             "critical " if critical else "",
             job.id,
             job.job_type,
