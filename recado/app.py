@@ -10,7 +10,7 @@ import typing
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from datetime import datetime
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from uuid import UUID
@@ -111,7 +111,8 @@ class JobType(Generic[P]):
             max_attempts=self.max_attempts if max_attempts is None else limits.check_max_attempts(max_attempts),
             run_at=None if run_at is None else limits.check_run_at(run_at),
             idempotency_key=idempotency_key,
-            metadata="{}" if metadata is None else payloads.encode_metadata(dict(metadata)),
+            metadata="{}" if metadata is None else payloads.encode_metadata(metadata),
+            critical=self.critical,
         )
 
     async def enqueue(
@@ -167,12 +168,18 @@ class JobHandler(JobType[P], Generic[P, A, R]):
         self.wants = wants
         self.timeout = timeout
         self.backoff = backoff
-        update_wrapper(self, function)
+        # Its name and docstring, but not its attributes: one called `queue` would be taken for the job type's.
+        update_wrapper(self, function, updated=())
 
-    def __call__(self, payload: P, *args: A.args, **kwargs: A.kwargs) -> R:
+    @overload
+    def __call__(self: JobHandler[None, [], R]) -> R: ...
+
+    @overload
+    def __call__(self, payload: P, *args: A.args, **kwargs: A.kwargs) -> R: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function itself: no queue, no retries."""
-        result: R = self.function(payload, *args, **kwargs)
-        return result
+        return self.function(*args, **kwargs)
 
 
 Lifespan = Callable[[], AsyncIterator[Mapping[str, Any]]]
@@ -301,14 +308,28 @@ class Recado:
             RegistrationError: the name or an option is wrong, or the name is taken.
         """
         checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
-        adapter: TypeAdapter[Any] = payloads.ANY if payload is None else TypeAdapter(payload)
+        try:
+            adapter: TypeAdapter[Any] = payloads.ANY if payload is None else TypeAdapter(payload)
+        except Exception as error:
+            raise RegistrationError(
+                f"cannot register {name!r}: its payload's type {_is_no_type(payload, error)}"
+            ) from error
         job_type: JobType[Any] = JobType(self, name, adapter, critical=critical, **checked)
         self._add(job_type)
         return job_type
 
     def lifespan(self, function: Lifespan) -> Lifespan:
         """Decorate an async generator function that sets up what handlers share, yields it once as a mapping,
-        and tears it down after the last handler; as in Starlette. Handlers get the mapping as ``state``."""
+        and tears it down after the last handler; as in Starlette. Handlers get the mapping as ``state``.
+
+        Raises:
+            RegistrationError: it is no async generator function.
+        """
+        if not inspect.isasyncgenfunction(function):
+            raise RegistrationError(
+                f"cannot use {limits.shortened(function)} as the lifespan: it is not an async generator function; "
+                "write an async def that yields once"
+            )
         self._lifespan = asynccontextmanager(function)
         return function
 
@@ -398,7 +419,7 @@ class _Decorator(typing.Protocol):
     def __call__(self, function: Callable[Concatenate[P, A], R], /) -> JobHandler[P, A, R]: ...
 
     @overload
-    def __call__(self, function: Callable[[], R], /) -> JobHandler[Any, [], R]: ...
+    def __call__(self, function: Callable[[], R], /) -> JobHandler[None, [], R]: ...
 
 
 def _add_built_ins(app: Recado) -> None:
@@ -422,8 +443,25 @@ def _is_built_in(job_type: JobType[Any]) -> bool:
 
 def _describe(job_type: JobType[Any]) -> str:
     if isinstance(job_type, JobHandler):
-        return f"{job_type.function.__module__}.{job_type.function.__qualname__}"
+        return _where(job_type.function)
     return "a declaration"
+
+
+def _implementation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs when ``function`` is called: beneath a partial its function, of an object its ``__call__``."""
+    if isinstance(function, partial):
+        return _implementation(function.func)
+    if isinstance(function, staticmethod):
+        return _implementation(function.__func__)
+    if inspect.isroutine(function):
+        return function
+    call: Callable[..., Any] = type(function).__call__
+    return call
+
+
+def _where(function: Callable[..., Any]) -> str:
+    implementation = _implementation(function)
+    return f"{implementation.__module__}.{implementation.__qualname__}"
 
 
 def _checked_options(name: str, *, queue: str, priority: int, max_attempts: int) -> dict[str, Any]:
@@ -471,12 +509,17 @@ def _read_signature(
         raise RegistrationError(
             f"cannot register {limits.shortened(function)} as {name!r}: it is not a function; decorate a def"
         )
-    where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    where, implementation = _where(function), _implementation(function)
+    if inspect.isgeneratorfunction(implementation) or inspect.isasyncgenfunction(implementation):
         raise RegistrationError(
             f"cannot register {where} as {name!r}: it is a generator, which would never run; return a value instead"
         )
-    parameters = list(_signature(function).parameters.values())
+    try:
+        parameters = list(_signature(function).parameters.values())
+    except ValueError as error:
+        raise RegistrationError(
+            f"cannot register {where} as {name!r}: its parameters are not known ({error}); wrap it in a def"
+        ) from error
     takes_payload = bool(parameters) and parameters[0].name not in INJECTED and _is_positional(parameters[0])
     adapter = payloads.ANY
     if takes_payload:
@@ -512,7 +555,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function)
+    return inspect.iscoroutinefunction(_implementation(function))
 
 
 def _is_positional(parameter: inspect.Parameter) -> bool:
@@ -528,12 +571,22 @@ def _adapter(
         # Only the payload's annotation is resolved: the others may name what is imported for typing alone.
         holder = SimpleNamespace(__annotations__={"payload": annotation})
         hints = typing.get_type_hints(
-            holder, getattr(inspect.unwrap(function), "__globals__", {}), dict(local_names), include_extras=True
+            holder,
+            getattr(inspect.unwrap(_implementation(function)), "__globals__", {}),
+            dict(local_names),
+            include_extras=True,
         )
         return TypeAdapter(hints["payload"])
     except Exception as error:
         raise RegistrationError(
-            f"cannot register {where} as {name!r}: its payload's annotation {limits.shortened(annotation)} is no type "
-            f"that pydantic can read ({type(error).__name__}: {str(error)[:200]}); use a pydantic model, a dataclass, "
-            "a TypedDict or dict, defined at the module's top level"
+            f"cannot register {where} as {name!r}: its payload's annotation {_is_no_type(annotation, error)}"
         ) from error
+
+
+def _is_no_type(annotation: Any, error: Exception) -> str:
+    """The rest of a sentence about an annotation that pydantic refused."""
+    reason = str(error).partition("\n")[0]
+    return (
+        f"{limits.shortened(annotation)} is no type that pydantic can read ({type(error).__name__}: "
+        f"{reason[:200]}); use a pydantic model, a dataclass, a TypedDict or dict, defined at the top level"
+    )

@@ -9,26 +9,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import io
 import json
 import logging
+import os
 import secrets
+import shutil
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, TypeVar
 from uuid import UUID
 
 import asyncpg
-import rich.console
-import rich.table
-import rich.text
 import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
+from rich.cells import cell_len, set_cell_size
 
 from recado import serve
-from recado.app import Recado
 from recado.errors import ConfigurationError, RecadoError
 from recado.queue import (
     Job,
@@ -42,18 +44,21 @@ from recado.queue import (
     migrate,
     requeue,
     requeue_dead,
+    server_time,
 )
 from recado.queue.admin import PAGE_SIZE
 from recado.queue.connections import CONNECT_TIMEOUT, TRANSIENT, Connection, connector
 from recado.queue.leases import DEFAULT_LEASE, HEARTBEAT_INTERVAL, MAX_SILENCE
 from recado.queue.migrate import MigrationStatus
 from recado.queue.statements import resolve_schema
-from recado.settings import Settings, settings
+from recado.settings import settings
 from recado.version import VERSION
 from recado.worker.upkeep import RECLAIM_INTERVAL
 from recado.worker.worker import GRACE
 
 T = TypeVar("T")
+
+logger = logging.getLogger("recado")
 
 TOKEN_BYTES = 32
 """Random bytes in a token's secret: as many as its SHA-256 keeps, far beyond guessing."""
@@ -79,16 +84,18 @@ Number = Annotated[int | None, typer.Option("--to", metavar="N", help="The last 
 
 def main() -> None:
     """Run the command that ``sys.argv`` names."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A pipe has the locale's encoding, on Windows seldom UTF-8: escape what is not in it, as stderr does.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="recado")
     except RecadoError as error:
         _fail(str(error))
-    except SettingsError as error:
-        _fail(f"cannot read the environment: {error}; correct it")
-    except ValidationError as error:
-        if error.title != Settings.__name__:
-            raise
-        _fail(f"cannot read the environment: {_variables(error)}; correct it")
+    except (SettingsError, ValidationError):
+        trouble = _environment_trouble()
+        if trouble is None:
+            raise  # the application's own settings or models
+        _fail(f"cannot read the environment: {trouble}; correct it")
 
 
 def _print_version(wanted: bool) -> None:
@@ -202,13 +209,26 @@ def token(
 
 # --- recado worker, api, dev ---
 
+MAX_SECONDS = 1e9
+"""Of an option: 31 years, far more than anybody waits, and far less than an interval of PostgreSQL's holds."""
+
+
+def _seconds(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= MAX_SECONDS:
+        raise typer.BadParameter(f"{value:g} is not a number of seconds above 0 and up to {MAX_SECONDS:,.0f}")
+    return value
+
+
 AppPath = Annotated[str, typer.Argument(metavar="APP", help="Where the Recado() is, such as shop.jobs:app.")]
 Queues = Annotated[
     list[str] | None,
     typer.Option("--queue", "-q", metavar="QUEUE[:SLOTS]", help="A queue to serve, and how many of its jobs at once."),
 ]
 Host = Annotated[str | None, typer.Option("--host", help="Where to listen; else RECADO_API_HOST, else 127.0.0.1.")]
-Port = Annotated[int | None, typer.Option("--port", help="Where to listen; else RECADO_API_PORT, else 8710.")]
+Port = Annotated[
+    int | None,
+    typer.Option("--port", min=0, max=65535, help="Where to listen, 0 for any; else RECADO_API_PORT, else 8710."),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option("--log-level", help="The least that is logged.")
 ]
@@ -219,25 +239,31 @@ def worker(
     path: AppPath,
     queue: Queues = None,
     dsn: Dsn = None,
-    lease: Annotated[float, typer.Option(help="Seconds until a job of a worker that is gone is taken over.")] = (
-        DEFAULT_LEASE
-    ),
-    silence: Annotated[float, typer.Option(help="Seconds without a heartbeat until a worker counts as gone.")] = (
-        MAX_SILENCE
-    ),
+    lease: Annotated[
+        float, typer.Option(callback=_seconds, help="Seconds until a job of a worker that is gone is taken over.")
+    ] = DEFAULT_LEASE,
+    silence: Annotated[
+        float, typer.Option(callback=_seconds, help="Seconds without a heartbeat until a worker counts as gone.")
+    ] = MAX_SILENCE,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds for an attempt of a type without its own; else no limit.")
+        float | None,
+        typer.Option(callback=_seconds, help="Seconds for an attempt of a type without its own; else no limit."),
     ] = None,
-    grace: Annotated[float, typer.Option(help="Seconds that running jobs get at a stop.")] = GRACE,
+    grace: Annotated[
+        float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running jobs get at a stop.")
+    ] = GRACE,
     log_level: LogLevel = "info",
 ) -> None:
     """Run jobs until SIGTERM; a second one, or SIGINT, stops at once."""
     _log_to_stderr(log_level)
-    application = _ready_app(path, dsn)
-    serve.serve_worker(
+    queues = serve.read_queues(queue or ())
+    application = serve.load_app(path)
+    url = _database(dsn)
+    _run(url, lambda conn: migrate.check_schema(conn, schema=application.schema))
+    idle = serve.serve_worker(
         application,
-        dsn,
-        serve.read_queues(queue or ()),
+        url,
+        queues,
         lease=lease,
         heartbeat=min(HEARTBEAT_INTERVAL, silence / 3),
         silence=silence,
@@ -245,14 +271,18 @@ def worker(
         timeout=timeout,
         grace=grace,
     )
+    _leave(idle)
 
 
 @app.command()
 def api(path: AppPath, dsn: Dsn = None, host: Host = None, port: Port = None, log_level: LogLevel = "info") -> None:
     """Serve metrics and status over HTTP; without tokens in RECADO_TOKENS to this machine only."""
     _log_to_stderr(log_level)
-    application = _ready_app(path, dsn)
-    serve.serve_api(application, dsn, host or settings().api_host, port or settings().api_port)
+    application = serve.load_app(path)
+    url = _database(dsn)
+    with _listening(host, port) as listening:
+        _run(url, lambda conn: migrate.check_schema(conn, schema=application.schema))
+        serve.serve_api(application, url, listening)
 
 
 @app.command()
@@ -267,21 +297,39 @@ def dev(
     log_level: LogLevel = "info",
 ) -> None:
     """Run all that an application needs, in one process tree: PostgreSQL, migrations, worker and API."""
+    if sys.platform == "win32":
+        raise ConfigurationError(
+            "cannot start PostgreSQL: on Windows recado runs no server of its own; use WSL, or start one and call "
+            "`recado worker` and `recado api`"
+        )
+    # Only here: it needs fcntl and pwd, which Windows does not have.
+    from recado import embedded
+
     _log_to_stderr(log_level)
-    serve.serve_dev(
-        serve.load_app(path),
-        data_dir or settings().data_dir,
-        host or settings().api_host,
-        port or settings().api_port,
-        serve.read_queues(queue or ()),
-    )
-
-
-def _ready_app(path: str, dsn: str | None) -> Recado:
-    """The application, once its database is known to be there and to have the right schema."""
+    queues = serve.read_queues(queue or ())
     application = serve.load_app(path)
-    _run(dsn, lambda conn: migrate.check_schema(conn, schema=application.schema))
-    return application
+    folder = data_dir or settings().data_dir
+    # The port first: when it is taken, no server is started.
+    with _listening(host, port) as listening, serve.ended_by_sigterm():
+        logger.info("PostgreSQL starts in %s", folder)
+        with embedded.start(folder) as server:
+            _run(server.dsn(), lambda conn: migrate.up(conn, schema=application.schema))
+            logger.info("the database is at %s", server.dsn())
+            idle = serve.serve_dev(application, server.dsn(), listening, queues)
+    _leave(idle)
+
+
+def _listening(host: str | None, port: int | None) -> AbstractContextManager[socket.socket]:
+    return serve.listening(host or settings().api_host, settings().api_port if port is None else port)
+
+
+def _leave(idle: bool) -> None:
+    if not idle:
+        # A plain function ignores that its job was given back, and its thread would keep the interpreter from
+        # ending, for as long as it likes. Its job is already somebody else's.
+        logger.warning("a handler's thread does not end: exiting without it")
+        logging.shutdown()
+        os._exit(0)
 
 
 def _log_to_stderr(level: str) -> None:
@@ -308,12 +356,13 @@ def jobs_list(
     schema: Schema = None,
 ) -> None:
     """List jobs, newest first."""
-    found = _run(
+    found = _run_on_queue(
         dsn,
+        schema,
         lambda conn: list_jobs(conn, status=status, queue=queue, job_type=job_type, limit=limit, schema=schema),
     )
     _print_table(
-        ["id", "type", "queue", "status", "attempts", "run at", "last error"],
+        ["ID", "TYPE", "QUEUE", "STATUS", "ATTEMPTS", "RUN AT (UTC)", "LAST ERROR"],
         [
             [
                 str(job.id),
@@ -321,12 +370,15 @@ def jobs_list(
                 job.queue,
                 job.status,
                 f"{job.attempts}/{job.max_attempts}",
-                f"{job.run_at:%Y-%m-%d %H:%M:%S}",
+                _moment(job.run_at),
                 (job.last_error or "").partition("\n")[0],
             ]
             for job in found
         ],
     )
+
+
+JSON_FIELDS = frozenset({"payload", "result", "metadata"})
 
 
 @jobs.command("show")
@@ -336,26 +388,31 @@ def jobs_show(job_id: JobId, dsn: Dsn = None, schema: Schema = None) -> None:
     async def read(conn: Connection) -> tuple[Job, list[JobError]]:
         return await get_job(conn, job_id, schema=schema), await list_errors(conn, job_id, schema=schema)
 
-    job, errors = _run(dsn, read)
-    for field in dataclasses.fields(job):
-        value = getattr(job, field.name)
-        shown = json.dumps(value, ensure_ascii=False) if field.name in {"payload", "result", "metadata"} else value
-        typer.echo(f"{field.name:16} {'' if value is None else shown}")
+    job, errors = _run_on_queue(dsn, schema, read)
+    names = [field.name for field in dataclasses.fields(job)]
+    width = max(map(len, names)) + 2
+    for name in names:
+        value = getattr(job, name)
+        if name in JSON_FIELDS:
+            value = json.dumps(value, ensure_ascii=False)
+        text = "" if value is None else _printable_lines(str(value)).replace("\n", "\n" + " " * width)
+        typer.echo(f"{name:{width}}{text}".rstrip())
     for error in errors:
-        typer.echo(f"\nattempt {error.attempt} ended {error.ended_at:%Y-%m-%d %H:%M:%S %Z} on {error.worker_id}:")
-        typer.echo(error.traceback or f"{error.error_class}: {error.message}")
+        where = "" if error.worker_id is None else f" on worker {error.worker_id}"
+        typer.echo(f"\nattempt {error.attempt} ended {_moment(error.ended_at)} UTC{where}:")
+        typer.echo(_printable_lines(error.traceback or f"{error.error_class}: {error.message}").rstrip())
 
 
 @jobs.command("cancel")
 def jobs_cancel(job_id: JobId, dsn: Dsn = None, schema: Schema = None) -> None:
     """Cancel a job that is pending or running."""
-    _run(dsn, lambda conn: cancel(conn, job_id, schema=schema))
+    _run_on_queue(dsn, schema, lambda conn: cancel(conn, job_id, schema=schema))
     typer.echo(f"cancelled {job_id}")
 
 
 @jobs.command("retry")
 def jobs_retry(
-    job_id: Annotated[UUID | None, typer.Argument(metavar="[ID]", help="One job, whatever its end.")] = None,
+    job_id: Annotated[UUID | None, typer.Argument(metavar="ID", help="One job, whatever its end.")] = None,
     job_type: JobTypeName = None,
     queue: QueueName = None,
     everything: Annotated[bool, typer.Option("--all", help="All dead jobs.")] = False,
@@ -371,11 +428,13 @@ def jobs_retry(
             await requeue(conn, job_id, schema=schema)
             return 1
         count = 0
-        while done := await requeue_dead(conn, job_type=job_type, queue=queue, schema=schema):
+        before = await server_time(conn)
+        while done := await requeue_dead(conn, job_type=job_type, queue=queue, before=before, schema=schema):
             count += len(done)
         return count
 
-    typer.echo(f"requeued {_run(dsn, retry)}")
+    count = _run_on_queue(dsn, schema, retry)
+    typer.echo(f"requeued {count} job{'' if count == 1 else 's'}")
 
 
 @app.command()
@@ -385,50 +444,86 @@ def dead(
     schema: Schema = None,
 ) -> None:
     """Show what died, grouped by error; `recado jobs retry` gives it another chance."""
-    groups = _run(dsn, lambda conn: dead_by_error(conn, limit=limit, schema=schema))
+    groups = _run_on_queue(dsn, schema, lambda conn: dead_by_error(conn, limit=limit, schema=schema))
     _print_table(
-        ["jobs", "type", "error", "newest"],
-        [[str(g.count), g.job_type, g.error, f"{g.newest:%Y-%m-%d %H:%M:%S}" if g.newest else ""] for g in groups],
+        ["JOBS", "TYPE", "NEWEST (UTC)", "ERROR"],
+        [[str(g.count), g.job_type, _moment(g.newest), g.error] for g in groups],
     )
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    """Columns side by side; the last one is cut at the edge of a terminal, and whole in a pipe."""
-    table = rich.table.Table(*header, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        column.no_wrap = True
-        column.overflow = "ellipsis"
-    for row in rows:
-        table.add_row(*(rich.text.Text(cell) for cell in row))
-    console = rich.console.Console()
-    console.print(table, width=None if console.is_terminal else 10_000, crop=False)
+    """Columns side by side. In a pipe the lines are whole; a terminal's edge cuts them, as wrapped they could not
+    be read as a table."""
+    lines = [header, *([_printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in lines:
+        text = "  ".join(map(set_cell_size, line, widths)).rstrip()
+        if edge is not None and cell_len(text) > edge:
+            text = f"{set_cell_size(text, edge - 1)}…"
+        typer.echo(text)
+
+
+def _moment(when: datetime | None) -> str:
+    """asyncpg reads every timestamptz as UTC."""
+    return "" if when is None else f"{when:%Y-%m-%d %H:%M:%S}"
+
+
+def _printable(text: str) -> str:
+    """``text`` with what does not print escaped as in a literal of Python's: an error's text or a payload comes
+    from who knows where, and must not steer the operator's terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(_printable(line.expandtabs()) for line in text.split("\n"))
 
 
 # --- behind them ---
 
 
-def _run(dsn: str | None, action: Callable[[Connection], Awaitable[T]]) -> T:
-    """What ``action`` returns, in an event loop and with a connection of its own."""
-
-    async def run() -> T:
-        async with _connected(dsn) as conn:
-            return await action(conn)
-
-    return asyncio.run(run())
-
-
-@asynccontextmanager
-async def _connected(dsn: str | None) -> AsyncIterator[Connection]:
-    """A connection to ``dsn`` or ``RECADO_DSN``, whose trouble comes out as one sentence.
+def _database(dsn: str | None) -> str:
+    """``dsn``, or ``RECADO_DSN``.
 
     Raises:
-        ConfigurationError: no database is named, or it does not let us in.
-        RecadoError: the connection was lost, or its role may not do what was asked.
+        ConfigurationError: no database is named.
     """
     configured = settings().dsn
     url = dsn or (configured.get_secret_value() if configured else "")
     if not url:
         raise ConfigurationError("cannot connect: no database is named; give --dsn, or set RECADO_DSN")
+    return url
+
+
+def _run(dsn: str | None, action: Callable[[Connection], Awaitable[T]]) -> T:
+    """What ``action`` returns, in an event loop and with a connection of its own."""
+    url = _database(dsn)
+
+    async def run() -> T:
+        async with _connected(url) as conn:
+            return await action(conn)
+
+    return asyncio.run(run())
+
+
+def _run_on_queue(dsn: str | None, schema: str | None, action: Callable[[Connection], Awaitable[T]]) -> T:
+    """As :func:`_run`, on a database whose schema is known to be there and of this version."""
+
+    async def checked(conn: Connection) -> T:
+        await migrate.check_schema(conn, schema=schema)
+        return await action(conn)
+
+    return _run(dsn, checked)
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[Connection]:
+    """A connection to ``url``, whose trouble comes out as one sentence.
+
+    Raises:
+        ConfigurationError: the database does not let us in.
+        RecadoError: the connection was lost, its role may not do what was asked, or an argument is no text.
+    """
     try:
         # No timeout for a statement: a migration takes as long as it takes. And no cache of statements, because
         # a transaction-mode pooler may stand in between.
@@ -446,7 +541,7 @@ async def _connected(dsn: str | None) -> AsyncIterator[Connection]:
             yield conn
         finally:
             await conn.close(timeout=CONNECT_TIMEOUT)
-    except (*TRANSIENT, asyncpg.InsufficientPrivilegeError) as error:
+    except (*TRANSIENT, asyncpg.InsufficientPrivilegeError, asyncpg.DataError) as error:
         raise RecadoError(f"cannot finish: {_reason(error)}; see to that and try again") from error
 
 
@@ -457,6 +552,17 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return "the server did not answer in time"
     return str(error) or type(error).__name__
+
+
+def _environment_trouble() -> str | None:
+    """What is wrong with the ``RECADO_*`` variables, if anything is."""
+    try:
+        settings()
+    except SettingsError as error:
+        return str(error)
+    except ValidationError as error:
+        return _variables(error)
+    return None
 
 
 def _variables(error: ValidationError) -> str:
@@ -470,5 +576,5 @@ def _variables(error: ValidationError) -> str:
 
 
 def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"recado: {' '.join(sentence.split())}", err=True)
+    typer.echo(f"recado: {_printable(' '.join(sentence.split()))}", err=True)
     sys.exit(1)

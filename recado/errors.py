@@ -52,6 +52,10 @@ class JobTimeout(RecadoError, TimeoutError):
     """An attempt ran for longer than its job type's timeout."""
 
 
+class DatabaseUnavailable(RecadoError, ConnectionError):
+    """A connection cannot be opened, whatever the server's reason; it passes, or a person has to act."""
+
+
 class MigrationError(RecadoError):
     """A migration cannot be applied or reverted; the schema is as it was before."""
 

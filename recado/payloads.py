@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import pydantic
@@ -19,12 +19,21 @@ T = TypeVar("T")
 ANY: TypeAdapter[Any] = TypeAdapter(Any)
 """For payloads that no annotation describes."""
 
+MAX_PROBLEMS = 5
+"""Of a value that does not fit its type, told in one message: enough to see what kind of value was passed."""
+
+MAX_LOCATION = 200
+"""Characters of the path to a problem; its parts are the payload's own keys, of any length and any depth."""
+
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 """An escaped NUL in a JSON text: a backslash that is not itself escaped, and u0000."""
 
 
 def encode_payload(adapter: TypeAdapter[T], value: T, job_type: str) -> str:
     """``value``, validated by ``adapter``, as the JSON text of a payload.
+
+    The text is read back at once, so that nothing is enqueued which its handler could not read: a model that
+    was changed after its validation, or one whose aliases for writing and reading differ.
 
     Raises:
         InvalidPayload: it does not fit its type, is not JSON, holds what jsonb cannot (NUL, NaN, infinity,
@@ -34,10 +43,16 @@ def encode_payload(adapter: TypeAdapter[T], value: T, job_type: str) -> str:
     try:
         valid = adapter.validate_python(value)
     except pydantic.ValidationError as error:
-        raise InvalidPayload(f"cannot use {what}: {summary(error)}; pass what its type asks for") from error
+        # `from None`: the cause would print the values that the summary leaves out.
+        raise InvalidPayload(f"cannot use {what}: {summary(error)}; pass what its type asks for") from None
     except RecursionError:
         raise InvalidPayload(f"cannot use {what}: it is nested too deeply; pass identifiers only") from None
-    return _to_json(valid, lambda v: adapter.dump_json(v, by_alias=True, round_trip=True), what, MAX_PAYLOAD_BYTES)
+
+    def dump(valid: T) -> bytes:
+        # Without warnings: they quote the value. What they warn of, reading back finds.
+        return adapter.dump_json(valid, by_alias=True, round_trip=True, warnings=False)
+
+    return _to_json(valid, dump, adapter.validate_json, what, MAX_PAYLOAD_BYTES)
 
 
 def encode_metadata(value: Any) -> str:
@@ -46,11 +61,11 @@ def encode_metadata(value: Any) -> str:
     Raises:
         InvalidPayload: as for :func:`encode_payload`.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise InvalidPayload(
             f"cannot use {type(value).__name__} as a job's metadata: it must be a dict; pass tags by name"
         )
-    return _to_json(value, pydantic_core.to_json, "metadata", MAX_PAYLOAD_BYTES)
+    return _to_json(dict(value), pydantic_core.to_json, pydantic_core.from_json, "metadata", MAX_PAYLOAD_BYTES)
 
 
 def encode_result(value: Any) -> str | None:
@@ -61,7 +76,7 @@ def encode_result(value: Any) -> str | None:
     """
     if value is None:
         return None
-    return _to_json(value, pydantic_core.to_json, "this result", MAX_RESULT_BYTES)
+    return _to_json(value, pydantic_core.to_json, pydantic_core.from_json, "this result", MAX_RESULT_BYTES)
 
 
 def decode_payload(adapter: TypeAdapter[T], payload: str) -> T:
@@ -75,22 +90,30 @@ def decode_payload(adapter: TypeAdapter[T], payload: str) -> T:
     except pydantic.ValidationError as error:
         raise InvalidPayload(
             f"cannot read the payload: {summary(error)}; enqueue what the handler's annotation asks for"
-        ) from error
+        ) from None
 
 
 def summary(error: pydantic.ValidationError) -> str:
     """What is wrong and where, without the values: they may be nobody's business in a log."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    shown = "; ".join(
-        f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" if problem["loc"] else problem["msg"]
-        for problem in problems[:5]
-    )
-    return shown if len(problems) <= 5 else f"{shown}; and {len(problems) - 5} more"
+    shown = "; ".join(_problem(problem) for problem in problems[:MAX_PROBLEMS])
+    more = len(problems) - MAX_PROBLEMS
+    return shown if more <= 0 else f"{shown}; and {more} more"
 
 
-def _to_json(value: Any, dump: Callable[[Any], bytes], what: str, limit: int) -> str:
+def _problem(problem: pydantic_core.ErrorDetails) -> str:
+    # The one message of pydantic's that quotes the input: the tag of a discriminated union.
+    message = "Input has an unknown tag" if problem["type"] == "union_tag_invalid" else problem["msg"]
+    if not problem["loc"]:
+        return message
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where if len(where) <= MAX_LOCATION else where[:MAX_LOCATION] + '…'}: {message}"
+
+
+def _to_json(value: T, dump: Callable[[T], bytes], read: Callable[[bytes], Any], what: str, limit: int) -> str:
     try:
         raw = dump(value)
+        finite = _finite(value, raw)
     except (pydantic_core.PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         raise InvalidPayload(
             f"cannot use {what}: it is not JSON ({type(error).__name__}: {str(error)[:200]}); "
@@ -105,8 +128,15 @@ def _to_json(value: Any, dump: Callable[[Any], bytes], what: str, limit: int) ->
         raise InvalidPayload(
             f"cannot use {what}: it has a NUL character, which PostgreSQL cannot store; remove it before"
         )
-    if not _finite(value, raw):
+    if not finite:
         raise InvalidPayload(f"cannot use {what}: it has a NaN or an infinity, which JSON cannot say; use null or text")
+    try:
+        read(raw)
+    except ValueError as error:
+        reason = summary(error) if isinstance(error, pydantic.ValidationError) else str(error)
+        raise InvalidPayload(
+            f"cannot use {what}: reading it back fails ({reason}); pass a value whose type reads the JSON it writes"
+        ) from None
     return raw.decode()
 
 
@@ -117,7 +147,8 @@ def _finite(value: Any, raw: bytes) -> bool:
     has to be looked at again: written once more with bare words, and read by a parser that objects to them.
     """
     if b"null" in raw:
-        raw = pydantic_core.to_json(ANY.dump_python(value), serialize_unknown=True)
+        plain = ANY.dump_python(value, warnings=False)
+        raw = pydantic_core.to_json(plain, bytes_mode="base64", serialize_unknown=True)
     if b"NaN" in raw or b"Infinity" in raw:
         try:
             json.loads(raw, parse_constant=_object_to)

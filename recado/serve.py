@@ -11,13 +11,13 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import asyncpg
 import uvicorn
@@ -27,8 +27,9 @@ from recado.api.app import create_app
 from recado.api.auth import check_exposure
 from recado.app import Recado
 from recado.errors import ConfigurationError
-from recado.queue import migrate
-from recado.queue.connections import Pool, connector
+from recado.queue.connections import CONNECT_TIMEOUT, STATEMENT_TIMEOUT, Pool
+from recado.queue.limits import check_queue
+from recado.queue.models import DEFAULT_QUEUE
 from recado.settings import settings
 from recado.worker.worker import DEFAULT_SLOTS, Worker
 
@@ -39,7 +40,13 @@ T = TypeVar("T")
 API_CONNECTIONS = 5
 """Of the API's pool at most: its requests are few and short."""
 
+CLOSE_TIMEOUT = 2.0
+"""Seconds for taking leave of the database; a server that hangs must not keep the process."""
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_QUEUE_OPTION = re.compile(r"(?P<queue>[^:]+)(?::(?P<slots>[1-9][0-9]{0,3}))?")
+"""A queue's name, which is checked elsewhere, and up to 9,999 slots: far more than one process has use for."""
 
 
 def load_app(path: str) -> Recado:
@@ -50,7 +57,7 @@ def load_app(path: str) -> Recado:
             inside the module comes out as it is.
     """
     module_name, _, name = path.partition(":")
-    if not module_name or not name:
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
         raise ConfigurationError(
             f"cannot load {path!r}: it must read like package.module:name; name the module and the Recado in it"
         )
@@ -79,32 +86,58 @@ def read_queues(options: Sequence[str]) -> dict[str, int]:
         ConfigurationError: an option reads otherwise, or names a queue again.
     """
     queues: dict[str, int] = {}
-    for option in options or ["default"]:
-        queue, colon, slots = option.partition(":")
-        if not queue or (colon and not slots.isdecimal()):
+    for option in options or [DEFAULT_QUEUE]:
+        match = _QUEUE_OPTION.fullmatch(option)
+        if match is None:
             raise ConfigurationError(
                 f"cannot read queue {option!r}: it must read like mail or mail:20; give the queue's name and how many "
-                "of its jobs may run at once"
+                "of its jobs may run at once, from 1 to 9999"
             )
+        queue = check_queue(match["queue"])
         if queue in queues:
             raise ConfigurationError(f"cannot serve queue {queue!r} twice: it is named twice; name it once")
-        queues[queue] = int(slots) if colon else DEFAULT_SLOTS
+        queues[queue] = int(match["slots"] or DEFAULT_SLOTS)
     return queues
 
 
-def serve_worker(app: Recado, dsn: str | None, queues: Mapping[str, int], **options: Any) -> None:
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens: a port that is taken is found out before anything else is started.
+
+    Args:
+        host: an address or a name.
+        port: 0 takes any that is free.
+
+    Raises:
+        ConfigurationError: it cannot be had, or the host is open to others and no tokens are configured.
+    """
+    check_exposure(host, settings().tokens)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        if os.name == "posix":  # elsewhere it would let two processes listen on one port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            # At once: a port that is only bound, another process can bind as well.
+            sock.listen()
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigurationError(
+                f"cannot serve at {_address(host, port)}: {reason}; choose another --host or --port"
+            ) from error
+        yield sock
+
+
+def serve_worker(app: Recado, dsn: str, queues: Mapping[str, int], **options: Any) -> bool:
     """Run a worker until a signal ends it; see :class:`~recado.worker.worker.Worker` for ``options``.
+
+    Returns:
+        Whether every thread is idle; one that is not keeps the interpreter from exiting.
 
     Raises:
         ConfigurationError, SchemaMismatch: it cannot start.
     """
-    idle = run(_serve_worker(Worker(app, dsn, queues=queues, **options)))
-    if not idle:
-        # A plain function ignores that its job was given back, and its thread would keep the interpreter from
-        # ending, for as long as it likes. Its job is already somebody else's.
-        logger.warning("a handler's thread does not end: exiting without it")
-        logging.shutdown()
-        os._exit(0)
+    return run(_serve_worker(Worker(app, dsn, queues=queues, **options)))
 
 
 async def _serve_worker(worker: Worker) -> bool:
@@ -112,60 +145,57 @@ async def _serve_worker(worker: Worker) -> bool:
         return await worker.run()
 
 
-def serve_api(app: Recado, dsn: str | None, host: str, port: int) -> None:
-    """Serve the API until a signal ends it.
+def serve_api(app: Recado, dsn: str, sock: socket.socket) -> None:
+    """Serve the API on a socket that listens, until a signal ends it."""
+    run(_serve_api(app, dsn, sock))
 
-    Raises:
-        ConfigurationError: the port is taken, or the host is open to others and no tokens are configured.
-        SchemaMismatch: the database's schema is another version's.
+
+async def _serve_api(app: Recado, dsn: str, sock: socket.socket) -> None:
+    async with _pool(dsn) as pool:
+        server = make_server(create_app(app, pool))
+        with _on_signals(server.stop, server.stop_now):
+            _announce(sock)
+            await server.serve([sock])
+
+
+def serve_dev(app: Recado, dsn: str, sock: socket.socket, queues: Mapping[str, int]) -> bool:
+    """Run a worker and the API in one event loop, until a signal ends them or one of them fails.
+
+    From here on ``RECADO_DSN`` is ``dsn`` in this process: handlers and the lifespan may connect by themselves, and
+    must not meet another database than their worker's.
+
+    Returns:
+        As :func:`serve_worker`.
     """
-    check_exposure(host, settings().tokens)
-    run(_serve_api(app, dsn, host, port))
+    os.environ["RECADO_DSN"] = dsn
+    os.environ.pop("RECADO_LISTEN_DSN", None)
+    settings.cache_clear()
+    return run(_serve_dev(app, dsn, sock, queues))
 
 
-async def _serve_api(app: Recado, dsn: str | None, host: str, port: int) -> None:
-    with _bound(host, port) as listening:
-        async with _pool(app, dsn) as pool:
-            server = make_server(create_app(app, pool))
-            with _on_signals(server.stop, server.stop_now):
-                logger.info("the API is at http://%s:%d%s", host, port, _openness())
-                await server.serve([listening])
+async def _serve_dev(app: Recado, dsn: str, sock: socket.socket, queues: Mapping[str, int]) -> bool:
+    async with _pool(dsn) as pool:
+        server = make_server(create_app(app, pool))
+        worker = Worker(app, dsn, queues=queues)
 
+        def stop() -> None:
+            server.stop()
+            worker.stop()
 
-def serve_dev(app: Recado, data_dir: Path, host: str, port: int, queues: Mapping[str, int]) -> None:
-    """A whole installation in one process tree: PostgreSQL, migrations, worker and API.
+        def stop_now() -> None:
+            server.stop_now()
+            worker.stop_now()
 
-    Raises:
-        EmbeddedServerError: PostgreSQL cannot be started.
-        ConfigurationError, SchemaMismatch: as for worker and API.
-    """
-    # Only here: what it needs to run a server under another user does not exist on Windows.
-    from recado import embedded
-
-    check_exposure(host, settings().tokens)
-    with embedded.start(data_dir) as server:
-        run(_serve_dev(app, server.dsn(), host, port, queues))
-
-
-async def _serve_dev(app: Recado, dsn: str, host: str, port: int, queues: Mapping[str, int]) -> None:
-    with _bound(host, port) as listening:
-        conn = await connector(dsn).connect("migrations")
-        try:
-            await migrate.up(conn, schema=app.schema)
-        finally:
-            await conn.close()
-        async with _pool(app, dsn) as pool:
-            server = make_server(create_app(app, pool))
-            async with Worker(app, pool, queues=queues) as worker:
-
-                def stop_now() -> None:
-                    server.stop_now()
-                    worker.stop_now()
-
-                with _on_signals(server.stop, stop_now):
-                    logger.info("the API is at http://%s:%d%s", host, port, _openness())
-                    logger.info("the database is at %s", dsn)
-                    await server.serve([listening])
+        # Around the end of both: the second signal has to find us while the worker drains.
+        with _on_signals(stop, stop_now):
+            _announce(sock)
+            serving = asyncio.create_task(server.serve([sock]))
+            serving.add_done_callback(lambda _: worker.stop())
+            try:
+                return await worker.run()
+            finally:
+                server.stop()
+                await serving
 
 
 class Server(uvicorn.Server):
@@ -186,7 +216,15 @@ class Server(uvicorn.Server):
 
 def make_server(app: ASGIApp) -> Server:
     """An HTTP server for ``app``, to be served on sockets that are bound already."""
-    return Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=logging.WARNING,  # what it tells of its own coming and going, its owner says better
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=5,
+    )
+    return Server(config)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -229,33 +267,45 @@ def _on_signals(stop: Callable[[], None], stop_now: Callable[[], None]) -> Itera
 
 
 @contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens: bound before anything else is started, so that a taken port starts nothing."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot serve at {host}:{port}: {error.strerror or error}; choose another --host or --port"
-            ) from None
-        yield listening
+def ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM unwind the stack, as Ctrl-C does, until :func:`run` takes the signals over: what was started by
+    then is stopped on the way out."""
+
+    def leave(*_: object) -> NoReturn:
+        sys.exit(0)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @asynccontextmanager
-async def _pool(app: Recado, dsn: str | None) -> AsyncIterator[Pool]:
-    source = connector(dsn)
-    conn = await source.connect("api")
+async def _pool(dsn: str) -> AsyncIterator[Pool]:
+    pool = asyncpg.create_pool(
+        dsn,
+        min_size=0,
+        max_size=API_CONNECTIONS,
+        timeout=CONNECT_TIMEOUT,
+        command_timeout=STATEMENT_TIMEOUT,
+        # A transaction-mode pooler may stand in between.
+        statement_cache_size=0,
+        server_settings={"application_name": "recado api"},
+    )
+    await pool
     try:
-        await migrate.check_schema(conn, schema=app.schema)
-    finally:
-        await conn.close()
-    async with asyncpg.create_pool(
-        *source.args, min_size=1, max_size=API_CONNECTIONS, server_settings={"application_name": "recado api"}
-    ) as pool:
         yield pool
+    finally:
+        with contextlib.suppress(TimeoutError):
+            # The pool drops the connections when it is cancelled.
+            await asyncio.wait_for(pool.close(), CLOSE_TIMEOUT)
 
 
-def _openness() -> str:
-    return "" if settings().tokens else ", for this machine only: no tokens are configured"
+def _announce(sock: socket.socket) -> None:
+    openness = "" if settings().tokens else ", for this machine only: no tokens are configured"
+    logger.info("the API is at http://%s%s", _address(*sock.getsockname()[:2]), openness)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

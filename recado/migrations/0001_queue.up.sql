@@ -11,6 +11,7 @@ CREATE TABLE {schema}.jobs (
     attempts        smallint    NOT NULL DEFAULT 0,
     max_attempts    smallint    NOT NULL DEFAULT 5,
     reclaims        smallint    NOT NULL DEFAULT 0,
+    critical        boolean     NOT NULL DEFAULT false,
     fence           integer     NOT NULL DEFAULT 0,
     run_at          timestamptz NOT NULL DEFAULT now(),
     locked_at       timestamptz,
@@ -30,7 +31,7 @@ CREATE TABLE {schema}.jobs (
     -- and would wedge every claim that meets it.
     CONSTRAINT jobs_run_at_check CHECK (run_at >= '1970-01-01 00:00:00+00' AND run_at < '9999-12-31 00:00:00+00')
 ) WITH (
-    -- Every job leaves four dead versions behind; the defaults would let them pile up to a fifth of the table.
+    -- Every job leaves two dead versions behind at least; the defaults would let them pile up to a fifth of the table.
     autovacuum_vacuum_scale_factor = 0.01,
     autovacuum_vacuum_insert_scale_factor = 0.01,
     autovacuum_analyze_scale_factor = 0.01,
@@ -71,6 +72,7 @@ CREATE TABLE {schema}.workers (
     queues        text[]      NOT NULL,
     slots         integer     NOT NULL,
     lease         interval    NOT NULL,
+    silence       interval    NOT NULL,
     running       integer     NOT NULL DEFAULT 0,
     hungry_queues text[]      NOT NULL DEFAULT '{}',
     started_at    timestamptz NOT NULL DEFAULT now(),

@@ -15,6 +15,7 @@ from recado.queue.admin import (
     requeue,
     requeue_dead,
     resume,
+    server_time,
 )
 from recado.queue.models import Job, JobError, JobStatus, NewJob
 
@@ -33,4 +34,5 @@ __all__ = [
     "requeue",
     "requeue_dead",
     "resume",
+    "server_time",
 ]

@@ -22,26 +22,28 @@ ROWS_PER_STATEMENT = 1_000
 """Of a bulk change: it holds few locks, and none for long."""
 
 _COLUMNS = """
-    id, job_type, queue, priority, payload::text, status, attempts, max_attempts, reclaims, fence, run_at,
-    locked_at, locked_by, last_error, idempotency_key, result::text, metadata::text, created_at, updated_at,
-    finished_at
+    id::text, job_type, queue, priority, payload::text, status, attempts, max_attempts, reclaims, critical, fence,
+    run_at, locked_at, locked_by::text, last_error, idempotency_key, result::text, metadata::text, created_at,
+    updated_at, finished_at
 """
+"""What the caller's connection may have codecs of its own for is asked for as text, in all of this module."""
 
 SELECT_JOB = f"SELECT {_COLUMNS} FROM {{schema}}.jobs WHERE id = $1"
 
 SELECT_JOBS = f"""
-SELECT {_COLUMNS} FROM {{schema}}.jobs
+SELECT {_COLUMNS} FROM {{schema}}.jobs j
 WHERE ($1::text IS NULL OR status = $1)
   AND ($2::text IS NULL OR queue = $2)
   AND ($3::text IS NULL OR job_type = $3)
-  AND ($4::uuid IS NULL OR id < $4)
-ORDER BY id DESC LIMIT $5
+  AND id < coalesce($4::uuid, 'ffffffff-ffff-ffff-ffff-ffffffffffff')
+ORDER BY j.id DESC LIMIT $5
 """
 """Newest first, since ids are in the order of time; a page goes on below the last id of the one before, so
-that no page costs more than the first."""
+that no page costs more than the first. ``coalesce`` and not ``OR``, which no index can look up: a cached plan
+would walk to the page from the newest job on. ``j.id``, since ``id`` alone is the text that is selected."""
 
 SELECT_ERRORS = """
-SELECT job_id, fence, attempt, worker_id, started_at, ended_at, error_class, message, traceback
+SELECT fence, attempt, worker_id::text, started_at, ended_at, error_class, message, traceback
 FROM {schema}.job_errors WHERE job_id = $1 ORDER BY fence
 """
 
@@ -69,22 +71,39 @@ WITH changed AS (
     UPDATE {schema}.jobs
     SET status = 'pending', attempts = 0, reclaims = 0, run_at = now(), finished_at = NULL, result = NULL,
         updated_at = now()
-    WHERE id = ANY ($1::uuid[]) AND status IN ('dead', 'cancelled', 'completed')
+    WHERE id = $1 AND status IN ('dead', 'cancelled', 'completed')
     RETURNING id, queue, status, run_at
 ), """
     + WOKEN
     + """
-SELECT id, (SELECT count(*) FROM woken) FROM changed
+SELECT id::text, (SELECT count(*) FROM woken) FROM changed
 """
 )
 """All attempts anew, at once; what went wrong before stays in job_errors. The key is kept, so an enqueue with
 it still finds this job."""
 
-LOCK_DEAD = """
-SELECT id FROM {schema}.jobs
-WHERE status = 'dead' AND ($1::text IS NULL OR job_type = $1) AND ($2::text IS NULL OR queue = $2)
-ORDER BY id LIMIT $3 FOR UPDATE SKIP LOCKED
+REQUEUE_DEAD = (
+    """
+WITH changed AS (
+    UPDATE {schema}.jobs
+    SET status = 'pending', attempts = 0, reclaims = 0, run_at = now(), finished_at = NULL, updated_at = now()
+    WHERE ctid = ANY (ARRAY(
+        SELECT ctid FROM {schema}.jobs j
+        WHERE status = 'dead' AND finished_at < coalesce($3, 'infinity'::timestamptz)
+          AND ($1::text IS NULL OR job_type = $1) AND ($2::text IS NULL OR queue = $2)
+        ORDER BY finished_at, j.id LIMIT $4 FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING id, queue, status, run_at
+), """
+    + WOKEN
+    + """
+SELECT id::text, (SELECT count(*) FROM woken) FROM changed
 """
+)
+"""Locks and changes in one statement, so that it is right outside a transaction too. In the order of the index on
+dead jobs: by ``id`` alone the planner may walk the primary key instead, past all that is not dead."""
+
+NOW = "SELECT now()"
 
 PAUSE = """
 INSERT INTO {schema}.queues (name, paused_at) VALUES ($1, now())
@@ -142,7 +161,8 @@ async def list_jobs(
 
 async def list_errors(conn: Connection, job_id: UUID, *, schema: str | None = None) -> list[JobError]:
     """What went wrong with a job, oldest first; empty for one that never failed."""
-    return [JobError(*row) for row in await conn.fetch(fill(SELECT_ERRORS, schema), job_id)]
+    rows = await conn.fetch(fill(SELECT_ERRORS, schema), job_id)
+    return [JobError(job_id, row[0], row[1], _uuid(row[2]), *row[3:]) for row in rows]
 
 
 async def dead_by_error(conn: Connection, *, limit: int = PAGE_SIZE, schema: str | None = None) -> list[DeadGroup]:
@@ -174,7 +194,7 @@ async def requeue(conn: Connection, job_id: UUID, *, schema: str | None = None) 
         JobNotFound: there is no such job.
         IllegalTransition: it is pending or running.
     """
-    if not await conn.fetch(fill(REQUEUE, schema), [job_id]):
+    if not await conn.fetch(fill(REQUEUE, schema), job_id):
         job = await get_job(conn, job_id, schema=schema)
         raise IllegalTransition(
             f"cannot requeue job {job_id}: it is {job.status} and will end by itself; cancel it first"
@@ -186,18 +206,28 @@ async def requeue_dead(
     *,
     job_type: str | None = None,
     queue: str | None = None,
+    before: datetime | None = None,
     limit: int = ROWS_PER_STATEMENT,
     schema: str | None = None,
 ) -> list[UUID]:
-    """Run dead jobs once more, oldest first, at most ``limit`` of them.
+    """Run dead jobs once more, those that died first before the others, at most ``limit`` of them.
+
+    Args:
+        before: only jobs that had died by then. Whoever calls it until nothing is left must pass one, as
+            :func:`server_time` gives it: jobs that die again at once would keep it busy for ever.
 
     Returns:
         Their ids; as long as there are some, another call finds more. Jobs that another transaction is
         changing at the moment are passed over.
     """
-    rows = await conn.fetch(fill(LOCK_DEAD, schema), job_type, queue, limit)
-    changed = await conn.fetch(fill(REQUEUE, schema), [row[0] for row in rows])
-    return [row[0] for row in changed]
+    changed = await conn.fetch(fill(REQUEUE_DEAD, schema), job_type, queue, before, limit)
+    return [UUID(row[0]) for row in changed]
+
+
+async def server_time(conn: Connection) -> datetime:
+    """Now, by the server's clock, which is the one that counts."""
+    now: datetime = await conn.fetchval(NOW)
+    return now
 
 
 async def pause(conn: Connection, queue: str, *, schema: str | None = None) -> None:
@@ -215,8 +245,13 @@ async def resume(conn: Connection, queue: str, *, schema: str | None = None) -> 
 
 
 def _job(row: asyncpg.Record) -> Job:
-    # The JSON columns were asked for as text: the caller's connection may have any codec for jsonb.
     columns = {name: row[name] for name in row.keys()}  # noqa: SIM118 - a Record iterates over its values
     for name in ("payload", "result", "metadata"):
         columns[name] = None if columns[name] is None else json.loads(columns[name])
+    for name in ("id", "locked_by"):
+        columns[name] = _uuid(columns[name])
     return Job(**columns | {"status": JobStatus(columns["status"])})
+
+
+def _uuid(text: str | None) -> UUID | None:
+    return None if text is None else UUID(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -34,6 +33,7 @@ def bounded(seconds: float) -> float:
     Raises:
         ValueError: ``seconds`` is not a number.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or math.isnan(seconds):
+    # Not math.isnan(): it has no room for 10 ** 400, which a backoff that grows by powers gets to.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:
         raise ValueError(f"cannot wait for {seconds!r}: it is no number of seconds; return an int or a float")
     return float(min(max(seconds, 0), MAX_WAIT))

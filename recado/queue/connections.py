@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import asyncpg
 
-from recado.errors import ConfigurationError
+from recado.errors import ConfigurationError, DatabaseUnavailable
 from recado.settings import settings
 
 if TYPE_CHECKING:
     from asyncpg.pool import PoolConnectionProxy
 
     Connection: TypeAlias = asyncpg.Connection[asyncpg.Record] | PoolConnectionProxy[asyncpg.Record]
+    PoolConnection: TypeAlias = PoolConnectionProxy[asyncpg.Record]
     Pool: TypeAlias = asyncpg.Pool[asyncpg.Record]
 else:
     Connection = asyncpg.Connection
+    PoolConnection = asyncpg.Connection
     Pool = asyncpg.Pool
 
 CONNECT_TIMEOUT = 10.0
@@ -97,17 +99,50 @@ def connector(database: Pool | str | None = None) -> Connector:
         database = dsn.get_secret_value()
     if isinstance(database, str):
         return Connector((database,), {})
-    # asyncpg has no public way to ask a pool where it connects to; a test pins these two names. Its codecs
+    # asyncpg has no public way to ask a pool where it connects to; tests run workers on pools. Its codecs
     # (init, setup) stay behind on purpose: recado's own connections read rows in asyncpg's default types.
     pool: Any = database
     kwargs = {k: v for k, v in pool._connect_kwargs.items() if k != "loop"}
     return Connector(tuple(pool._connect_args), kwargs)
 
 
+BEGIN = "SELECT 1"
+"""Any statement will do: SQLAlchemy puts its BEGIN before the first one."""
+
+
+async def asyncpg_connection(connection: Any) -> Connection:
+    """The asyncpg connection beneath SQLAlchemy's, inside the transaction that SQLAlchemy commits or rolls back.
+
+    SQLAlchemy begins a transaction only with the first statement that it executes itself. A job enqueued on the
+    bare ``driver_connection`` before that would be committed at once, whatever becomes of the transaction; so here
+    SQLAlchemy is made to begin first, unless it has::
+
+        async with engine.begin() as connection:
+            await app.enqueue(await asyncpg_connection(connection), "email.send_receipt", {...})
+
+    Args:
+        connection: an ``AsyncConnection`` or an ``AsyncSession``.
+
+    Raises:
+        ConfigurationError: its driver is not asyncpg.
+    """
+    if not hasattr(connection, "get_raw_connection"):
+        connection = await connection.connection()  # a session's
+    driver = (await connection.get_raw_connection()).driver_connection
+    if not isinstance(driver, asyncpg.Connection):
+        raise ConfigurationError(
+            f"cannot use SQLAlchemy's connection: its driver is {type(driver).__module__.partition('.')[0]}; "
+            "create the engine with a postgresql+asyncpg:// URL"
+        )
+    if not driver.is_in_transaction():
+        await connection.exec_driver_sql(BEGIN)
+    return driver
+
+
 class Link:
     """One role's own connection: opened when it is first needed, and again after it was lost.
 
-    Claims, finishing and upkeep each have one, so that handlers which hold every connection of the pool
+    Claims, finishing, leases and upkeep each have one, so that handlers which hold every connection of the pool
     cannot keep a job from being claimed or finished.
     """
 
@@ -124,7 +159,7 @@ class Link:
         """The connection, to its user alone. An error that is :data:`TRANSIENT` drops it on the way out."""
         async with self._lock:
             if self._conn is None or self._conn.is_closed():
-                self._conn = await self._connector.connect(self._role)
+                self._conn = await self._connect()
                 self.connects += 1
             try:
                 yield self._conn
@@ -133,6 +168,16 @@ class Link:
                 # server, and a half-open socket never answers. A new connection is the certain way.
                 self._drop()
                 raise
+
+    async def _connect(self) -> asyncpg.Connection[asyncpg.Record]:
+        try:
+            return await self._connector.connect(self._role)
+        except asyncpg.PostgresError as error:
+            # A password that was changed, a role or a database that is gone for the moment: said of the
+            # connection, and nothing about the statement that was to run on it.
+            raise DatabaseUnavailable(
+                f"cannot connect as {self._role}: {error}; see to the server and its roles"
+            ) from error
 
     def _drop(self) -> None:
         if self._conn is not None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recado.queue.connections import Connection
-from recado.queue.leases import MAX_SILENCE
 from recado.queue.statements import fill
 
 
@@ -106,7 +105,7 @@ jobs."""
 
 WORKERS = """
 SELECT count(*), pg_notification_queue_usage() FROM {schema}.workers
-WHERE heartbeat_at >= statement_timestamp() - make_interval(secs => $1)
+WHERE heartbeat_at >= statement_timestamp() - silence
 """
 """The registry keeps a silent worker's row for as long as it holds jobs, so the heartbeat decides."""
 
@@ -120,12 +119,8 @@ async def counts(conn: Connection, *, schema: str | None = None) -> Counts:
     return Counts(pending, dead, None if oldest is None else max(0.0, oldest))
 
 
-async def queue_depths(conn: Connection, *, silence: float = MAX_SILENCE, schema: str | None = None) -> Depths:
-    """Count the unfinished jobs of each queue and job type, and the workers that live.
-
-    Args:
-        silence: seconds without a heartbeat after which a worker does not count.
-    """
+async def queue_depths(conn: Connection, *, schema: str | None = None) -> Depths:
+    """Count the unfinished jobs of each queue and job type, and the workers that live."""
     rows = await conn.fetch(fill(DEPTHS, schema))
-    [(workers, usage)] = await conn.fetch(fill(WORKERS, schema), silence)
+    [(workers, usage)] = await conn.fetch(fill(WORKERS, schema))
     return Depths([Depth(*row) for row in rows], workers, usage)

@@ -44,6 +44,7 @@ class Reclaimed:
     status: JobStatus
     attempts: int
     max_attempts: int
+    critical: bool
     reclaims: int
 
 
@@ -53,7 +54,7 @@ FROM (SELECT $1::uuid AS worker_id, unnest((SELECT $2::uuid[])) AS id, unnest((S
 WHERE j.id = d.id AND j.fence = d.fence AND j.locked_by = d.worker_id
 RETURNING j.id, j.fence
 """
-"""By primary key and fenced, like finishing."""
+"""By primary key and fenced, like finishing; :mod:`recado.queue.finishes` says why the batch has this shape."""
 
 HELD = """
 SELECT j.id, j.fence
@@ -67,22 +68,23 @@ RECLAIM = (
     """
 WITH changed AS (
     UPDATE {schema}.jobs
-    SET status = CASE WHEN reclaims + 1 >= $2 THEN 'dead' ELSE 'pending' END,
-        finished_at = CASE WHEN reclaims + 1 >= $2 THEN now() END,
+    SET status = CASE WHEN reclaims + 1 >= $1 THEN 'dead' ELSE 'pending' END,
+        finished_at = CASE WHEN reclaims + 1 >= $1 THEN now() END,
         reclaims = reclaims + 1,
-        last_error = 'the worker that ran the job disappeared (' || (reclaims + 1) || ' of ' || $2 || ')',
+        last_error = 'the worker that ran the job disappeared (' || (reclaims + 1) || ' of ' || $1 || ')',
         locked_at = NULL, locked_by = NULL, updated_at = now()
     WHERE ctid = ANY (ARRAY(
         SELECT j.ctid FROM {schema}.jobs j
         WHERE j.status = 'running' AND NOT EXISTS (
             SELECT FROM {schema}.workers w
             WHERE w.id = j.locked_by
-              AND w.heartbeat_at >= now() - make_interval(secs => $1)
+              AND w.heartbeat_at >= now() - w.silence
               AND j.locked_at >= now() - w.lease
         )
-        ORDER BY j.locked_at LIMIT $3 FOR UPDATE OF j SKIP LOCKED
+        ORDER BY j.locked_at LIMIT $2 FOR UPDATE OF j SKIP LOCKED
     ))
-    RETURNING id, fence, job_type, queue, status, run_at, attempts, max_attempts, reclaims, last_error
+    RETURNING id, fence, job_type, queue, status, run_at, attempts, max_attempts, reclaims, critical,
+        last_error
 ), logged AS (
     INSERT INTO {schema}.job_errors (job_id, fence, attempt, error_class, message)
     SELECT id, fence, least(attempts + 1, max_attempts), '"""
@@ -92,14 +94,14 @@ WITH changed AS (
 ), """
     + WOKEN
     + """
-SELECT id, fence, job_type, queue, status, attempts, max_attempts, reclaims, (SELECT count(*) FROM woken)
+SELECT id, fence, job_type, queue, status, attempts, max_attempts, critical, reclaims, (SELECT count(*) FROM woken)
 FROM changed
 """
 )
-"""Orphans: jobs that run without a worker whose heartbeat is fresh and whose own lease, counted from its last
-renewal, has not run out. No attempt is counted: the handler did not fail, its worker did. A statement of its
-own, apart from the claim: ``pending OR stale`` in one would keep the claim from its index. SKIP LOCKED: a row
-that is being finished right now is no orphan."""
+"""Orphans: jobs that run without a worker whose heartbeat is fresh and whose lease, counted from its last renewal,
+has not run out; both by what that worker itself has registered, since settings differ. No attempt is counted: the
+handler did not fail, its worker did. A statement of its own, apart from the claim: ``pending OR stale`` in one would
+keep the claim from its index. SKIP LOCKED: a row that is being finished right now is no orphan."""
 
 
 async def renew(
@@ -130,7 +132,6 @@ async def held(
 async def reclaim(
     conn: Connection,
     *,
-    silence: float = MAX_SILENCE,
     max_reclaims: int = MAX_RECLAIMS,
     limit: int = ROWS_PER_STATEMENT,
     schema: str | None = None,
@@ -138,9 +139,10 @@ async def reclaim(
     """Take over jobs whose worker is gone, the longest silent first.
 
     Args:
-        silence: seconds without a heartbeat after which a worker is taken for dead.
         max_reclaims: how many lost workers make a job a poison pill, which is dead.
         limit: how many jobs at most.
     """
-    rows = await conn.fetch(fill(RECLAIM, schema), silence, max_reclaims, limit)
-    return [Reclaimed(row[0], row[1], row[2], row[3], JobStatus(row[4]), row[5], row[6], row[7]) for row in rows]
+    rows = await conn.fetch(fill(RECLAIM, schema), max_reclaims, limit)
+    return [
+        Reclaimed(row[0], row[1], row[2], row[3], JobStatus(row[4]), row[5], row[6], row[7], row[8]) for row in rows
+    ]

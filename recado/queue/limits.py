@@ -146,5 +146,8 @@ def shortened(value: object, limit: int = 80) -> str:
     """``value`` as it is quoted in a message: its repr, cut to ``limit`` characters."""
     if isinstance(value, str):
         value = value[: limit + 1]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        text = f"this {type(value).__name__}"
     return text if len(text) <= limit else f"{text[:limit]}…"

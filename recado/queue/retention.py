@@ -27,25 +27,31 @@ ROWS_PER_STATEMENT = 1_000
 FIRST_ID = UUID(int=0)
 
 PRUNE = """
-WITH bounds AS (
-    SELECT rpad(lpad(to_hex((extract(epoch FROM now() - $4::interval) * 1000)::bigint), 12, '0'), 32, '0')::uuid AS old,
-           rpad(lpad(to_hex((extract(epoch FROM now() + interval '1 day') * 1000)::bigint), 12, '0'), 32, '0')::uuid
-               AS strange
+WITH milliseconds AS (
+    SELECT greatest(extract(epoch FROM now() - $4::interval) * 1000, 0)::bigint AS old,
+           (extract(epoch FROM now() + interval '1 day') * 1000)::bigint AS strange
+), bounds AS (
+    SELECT rpad(lpad(to_hex(old), 12, '0'), 32, '0')::uuid AS old,
+           rpad(lpad(to_hex(strange), 12, '0'), 32, '0')::uuid AS strange
+    FROM milliseconds
 ), page AS (
     SELECT id, status, finished_at FROM {schema}.jobs
     WHERE id > $1
-      AND id < (SELECT CASE WHEN $1 < strange THEN old ELSE 'ffffffff-ffff-ffff-ffff-ffffffffffff' END FROM bounds)
+      AND id < (SELECT CASE WHEN $1 < old THEN old ELSE 'ffffffff-ffff-ffff-ffff-ffffffffffff' END FROM bounds)
     ORDER BY id LIMIT $5
+), prunable AS (
+    SELECT j.ctid FROM {schema}.jobs j
+    JOIN page ON j.id = page.id
+    JOIN unnest($2::text[], $3::interval[]) AS r (status, age)
+      ON page.status = r.status AND page.finished_at < now() - r.age
+    WHERE j.status = r.status AND j.finished_at < now() - r.age
+    FOR UPDATE OF j SKIP LOCKED
 ), gone AS (
-    DELETE FROM {schema}.jobs j
-    USING page, unnest($2::text[], $3::interval[]) AS r (status, age)
-    WHERE j.id = page.id AND page.status = r.status AND page.finished_at < now() - r.age
-      AND j.status = r.status AND j.finished_at < now() - r.age
-    RETURNING j.id
+    DELETE FROM {schema}.jobs WHERE ctid = ANY (ARRAY(SELECT ctid FROM prunable)) RETURNING id
 )
 SELECT CASE
            WHEN (SELECT count(*) FROM page) = $5 THEN (SELECT id FROM page ORDER BY id DESC LIMIT 1)
-           WHEN $1 < strange THEN strange
+           WHEN $1 < old THEN strange
            ELSE '00000000-0000-0000-0000-000000000000'
        END,
        (SELECT count(*) FROM gone)
@@ -53,8 +59,10 @@ FROM bounds
 """
 """One page of a walk along the primary key. The cursor moves past rows that are kept, so that a page full of
 them does not stop the sweep. UUIDv7 begin with their milliseconds, so the walk ends where jobs are too young, and
-goes on with ids from the future: those are no UUIDv7, but somebody inserted them by hand. The conditions on ``j``
-look at the row as it is when it is locked: one that was requeued meanwhile stays."""
+goes on with ids from the future: those are no UUIDv7, but somebody inserted them by hand. Which part the cursor is
+in, ``old`` tells and not ``strange``: both move with the clock, and away from a cursor that stands on ``strange``,
+but never past it. The conditions on ``j`` look at the row as it is when it is locked: one that was requeued
+meanwhile stays, and one that somebody has locked waits for the next walk."""
 
 PRUNE_STATS = "DELETE FROM {schema}.job_stats WHERE minute < now() - $1::interval"
 

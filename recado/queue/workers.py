@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from recado.queue.connections import Connection
+from recado.queue.leases import MAX_SILENCE
 from recado.queue.statements import fill
 
 
@@ -24,11 +25,13 @@ class WorkerInfo:
     """Seconds after which its jobs may be taken over unless it renewed them."""
     hungry: set[str] = field(default_factory=set)
     """The queues it wants to be notified of; changes while it works."""
+    silence: float = MAX_SILENCE
+    """Seconds without a heartbeat after which it is taken for dead."""
 
 
 BEAT = """
-INSERT INTO {schema}.workers AS w (id, host, pid, version, queues, slots, lease, running, hungry_queues)
-VALUES ($1, $2, $3, $4, $5, $6, make_interval(secs => $7), $8, $9)
+INSERT INTO {schema}.workers AS w (id, host, pid, version, queues, slots, lease, silence, running, hungry_queues)
+VALUES ($1, $2, $3, $4, $5, $6, make_interval(secs => $7), make_interval(secs => $8), $9, $10)
 ON CONFLICT (id) DO UPDATE SET heartbeat_at = now(), running = excluded.running
 """
 """Registration and heartbeat in one: a worker that was silent for so long that its row was removed is back
@@ -42,14 +45,15 @@ REMOVE = "DELETE FROM {schema}.workers WHERE id = $1"
 
 REMOVE_SILENT = """
 DELETE FROM {schema}.workers w
-WHERE heartbeat_at < now() - make_interval(secs => $1)
+WHERE heartbeat_at < now() - silence
   AND NOT EXISTS (SELECT FROM {schema}.jobs j WHERE j.status = 'running' AND j.locked_by = w.id)
 RETURNING id
 """
 """Only when nothing is left that it had claimed: the reclaim needs the row to know its lease."""
 
-PROBE = "SELECT 1"
-"""Whether the server still answers on a connection that otherwise only listens."""
+PROBE = "SELECT pg_is_in_recovery()"
+"""Whether the server still answers on a connection that otherwise only listens; and whether it has become a standby
+in a fail-over, where nobody notifies any more."""
 
 HORIZON = """
 SELECT pg_snapshot_xmin(s)::text::bigint, pg_snapshot_xmax(s)::text::bigint
@@ -69,6 +73,7 @@ async def beat(conn: Connection, worker: WorkerInfo, running: int, *, schema: st
         list(worker.queues),
         worker.slots,
         worker.lease,
+        worker.silence,
         running,
         sorted(worker.hungry),
     )
@@ -88,9 +93,9 @@ async def remove(conn: Connection, worker_id: UUID, *, schema: str | None = None
     await conn.execute(fill(REMOVE, schema), worker_id)
 
 
-async def remove_silent(conn: Connection, silence: float, *, schema: str | None = None) -> list[UUID]:
-    """Take workers that were silent for ``silence`` seconds and hold no job off the registry."""
-    return [row[0] for row in await conn.fetch(fill(REMOVE_SILENT, schema), silence)]
+async def remove_silent(conn: Connection, *, schema: str | None = None) -> list[UUID]:
+    """Take workers that are taken for dead and hold no job off the registry."""
+    return [row[0] for row in await conn.fetch(fill(REMOVE_SILENT, schema))]
 
 
 async def horizon(conn: Connection) -> tuple[int, int]:

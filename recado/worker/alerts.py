@@ -26,8 +26,10 @@ async def raise_alerts(conn: Connection, app: Recado, dead: Iterable[tuple[Faile
     """
     alerts = []
     for job, error_class in dead:
+        # By the row, as whoever enqueued it said, since this worker may not know the type; and by the registry,
+        # for rows that were inserted by hand.
         job_type = app.job_types.get(job.job_type)
-        critical = job_type is not None and job_type.critical
+        critical = job.critical or (job_type is not None and job_type.critical)
         logger.log(
             logging.CRITICAL if critical else logging.ERROR,
             "%sjob %s (%s) is dead, attempts failed: %d, the last by %s",
@@ -48,7 +50,15 @@ def _alert(app: Recado, job: Failed | Reclaimed, error_class: str) -> NewJob:
     payload = JobDied(
         job_id=job.id, job_type=job.job_type, queue=job.queue, attempts=job.attempts, error_class=error_class
     )
-    # Unless its handler was given a queue of its own, the alert goes to the dead job's: that one is served
-    # by some worker, which of the default queue nobody knows.
-    queue = job.queue if job_type.queue == DEFAULT_QUEUE else job_type.queue
-    return job_type.new(payload, queue=queue, idempotency_key=f"{job.id}:{job.fence}")
+    return NewJob(
+        job_type=JOB_DIED,
+        # Not validated by the handler's annotation, which is the application's own: should it ask for something
+        # else, the alert fails like any job. It must not keep the death from being written down.
+        payload=payload.model_dump_json(),
+        # Unless its handler was given a queue of its own, the alert goes to the dead job's: that one is served
+        # by some worker, which of the default queue nobody knows.
+        queue=job.queue if job_type.queue == DEFAULT_QUEUE else job_type.queue,
+        priority=job_type.priority,
+        max_attempts=job_type.max_attempts,
+        idempotency_key=f"{job.id}:{job.fence}",
+    )

@@ -173,6 +173,9 @@ class Claimer:
             if self._link.connects != self._connects:
                 held = self._runner.held() | self._finisher.unwritten()
                 strays = await claims.release_strays(conn, self._worker_id, held, schema=self._schema)
+                if self._connects:
+                    await self._hunger.say_again(conn)
+                    self._watch = Watch()
                 self._connects = self._link.connects
                 if strays:
                     logger.warning("gave back %d jobs that were claimed on a connection that broke", len(strays))
@@ -183,7 +186,7 @@ class Claimer:
         """Sleep until a claim is worth while."""
         # A notification that came while the last claim was under way is often for what that claim took.
         echo = self._wakeup.is_set()
-        wait = FIRST_LOOK
+        wait = max(FIRST_LOOK, self._look_took * SWEEP_SHARE)
         while not self._stopping:
             woken = await self._pause(wait)
             if woken and self._shy == 0.0:

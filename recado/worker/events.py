@@ -26,7 +26,8 @@ class EventKind(StrEnum):
     """An attempt failed and the job waits for the next one."""
     DIED = "died"
     RELEASED = "released"
-    """Given back without counting an attempt: a snooze, or a stop."""
+    """Given back without counting an attempt: a snooze, a stop, a failure of the database, or a claim whose answer was
+    lost."""
     LOST = "lost"
     """An attempt's lease was taken over, or its job was cancelled."""
     RECLAIMED = "reclaimed"

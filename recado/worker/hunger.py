@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from recado.queue import workers
-from recado.queue.connections import Link
+from recado.queue.connections import Connection, Link
 from recado.queue.workers import WorkerInfo
 from recado.worker.events import Event, EventKind, Observer
 
@@ -62,23 +62,35 @@ class Hunger:
         async with self._changing:
             if queue in self._hungry and time.monotonic() - self._sated_at >= SATED_EVERY:
                 self._sated_at = time.monotonic()
-                await self._write(q for q in self._hungry if q != queue)
+                # First here, then there: should the answer get lost, this worker believes the worse and turns
+                # hungry anew. The other way round it would wait for notifications that nobody sends.
                 self._hungry.discard(queue)
+                await self._write(self._hungry)
                 self._observe(Event(EventKind.SATED, queue))
 
-    async def _write(self, queues: Iterable[str]) -> None:
+    async def say_again(self, conn: Connection) -> None:
+        """On a new connection: the server may be another one now, or have lost what it was told."""
+        # Without the lock: its holder may be waiting for this very connection, and writes the same set after us.
+        await self._tell(conn, self._hungry)
+
+    async def _write(self, queues: Collection[str]) -> None:
         async with self._link.connection() as conn:
-            if not await workers.set_hungry(conn, self._worker.id, list(queues), schema=self._schema):
-                # Silent for so long that the entry was removed: register anew, then say it again.
-                await workers.beat(conn, self._worker, 0, schema=self._schema)
-                await workers.set_hungry(conn, self._worker.id, list(queues), schema=self._schema)
+            await self._tell(conn, queues)
+
+    async def _tell(self, conn: Connection, queues: Collection[str]) -> None:
+        if not await workers.set_hungry(conn, self._worker.id, queues, schema=self._schema):
+            # Silent for so long that the entry was removed: register anew, then say it again.
+            await workers.beat(conn, self._worker, 0, schema=self._schema)
+            await workers.set_hungry(conn, self._worker.id, queues, schema=self._schema)
 
 
 class Watch:
     """After turning hungry: until when an enqueuer may have read the old state, and so not have notified.
 
-    Such a transaction had its id by the first look. So the first look notes the next id to be given out, and
-    once every transaction below has ended, whoever commits without notifying has begun later and saw us hungry.
+    Such a transaction has its id by the first look, :data:`FIRST_WATCH` later. So the first look notes the next id to
+    be given out, and once every transaction below has ended, whoever commits without notifying has begun later and
+    saw us hungry. (But for two that may take their id long after their snapshot: under REPEATABLE READ, and an
+    INSERT that waits for another one with the same key. Their jobs are found by the poll.)
     """
 
     def __init__(self) -> None:
@@ -91,6 +103,8 @@ class Watch:
 
     def over(self, xmin: int, xmax: int) -> bool:
         """Whether the look that follows this snapshot sees all there is to see."""
+        if time.monotonic() - self._began < FIRST_WATCH:
+            return False
         if self._until is None:
             self._until = xmax
         return xmin >= self._until

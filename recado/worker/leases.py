@@ -16,6 +16,9 @@ from types import FrameType
 from typing import TypeAlias
 from uuid import UUID
 
+import asyncpg
+
+from recado.errors import RecadoError
 from recado.queue import leases, workers
 from recado.queue.connections import TRANSIENT, Connection, Connector, Link
 from recado.queue.models import ClaimedJob
@@ -62,6 +65,7 @@ class Leases:
         self._renewed: dict[Lease, float] = {}
         # Below: of the lease thread's loop.
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
         self._ready = threading.Event()
         self._nudge: asyncio.Event
         self._stopping = False
@@ -74,10 +78,22 @@ class Leases:
         self._thread.start()
 
     def check_soon(self) -> None:
-        """Look at the leases now: the listener was away and may have missed a cancellation."""
+        """Look at the leases now: a job was cancelled, or the listener was away and may have missed that."""
         self._ready.wait()
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._nudge.set)
+        with self._loop_lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._nudge.set)
+
+    async def watch(self) -> None:
+        """Wait for the thread to end.
+
+        Raises:
+            RecadoError: it ended without having been stopped. Without it every job would be taken over while it
+                runs, so the worker must not go on.
+        """
+        await self._ended.wait()
+        if not self._stopping:
+            raise RecadoError("cannot keep leases: their thread died; the log says why")
 
     async def stop(self) -> None:
         """End the thread and take the worker off the registry."""
@@ -92,7 +108,7 @@ class Leases:
         try:
             asyncio.run(self._main())
         except Exception:
-            logger.critical("the lease thread died: running jobs will be taken over", exc_info=True)
+            logger.critical("the lease thread died", exc_info=True)
         finally:
             self._ready.set()
             self._main_loop.call_soon_threadsafe(self._ended.set)
@@ -111,6 +127,8 @@ class Leases:
                     due = time.monotonic() + await self._beat(link, waits)
             await self._sign_off(link)
         finally:
+            with self._loop_lock:  # from here on nobody may call this loop: it is about to be closed
+                self._loop = None
             await link.close()
 
     async def _nudged(self, timeout: float) -> bool:
@@ -132,8 +150,10 @@ class Leases:
             async with link.connection() as conn:
                 await workers.beat(conn, self._worker, self._runner.running(), schema=self._schema)
                 lost = await self._look_after_leases(conn)
-        except TRANSIENT as error:
-            logger.warning("cannot renew leases: %s; trying again", type(error).__name__)
+        except (*TRANSIENT, asyncpg.PostgresError) as error:
+            # Whatever the server has against it, trying again is all there is to do: without renewals the jobs
+            # are taken over, and the fence then keeps them apart.
+            logger.warning("cannot renew leases: %s: %s; trying again", type(error).__name__, error)
             return min(waits.next(), self._heartbeat)
         waits.reset()
         self._main_loop.call_soon_threadsafe(self._report, lost)
@@ -146,7 +166,7 @@ class Leases:
             The leases that are lost.
         """
         now = time.monotonic()
-        current = {(job_id, fence) for job_id, fence, _ in self._runner.leases()}
+        current = set(self._runner.leases())
         # A lease counts from its claim; this thread knows it only since its first look, which is up to a beat
         # later. Renewed a beat early, it never gets older than the third it may.
         self._renewed = {lease: self._renewed.get(lease, now - self._heartbeat) for lease in current}
@@ -170,7 +190,7 @@ class Leases:
         try:
             async with link.connection() as conn:
                 await workers.remove(conn, self._worker.id, schema=self._schema)
-        except TRANSIENT as error:
+        except (*TRANSIENT, asyncpg.PostgresError) as error:
             logger.warning("cannot leave the registry: %s; another worker will clean up", type(error).__name__)
 
     # -- the watch over the worker's loop

@@ -74,7 +74,8 @@ class Listener:
                     async with asyncio.timeout(self._probe_interval):
                         await closed.wait()
                 except TimeoutError:
-                    await conn.fetchval(PROBE, timeout=PROBE_TIMEOUT)
+                    if await conn.fetchval(PROBE, timeout=PROBE_TIMEOUT):
+                        raise ConnectionResetError("the server has become a standby") from None
             raise ConnectionResetError("closed by the server")
         finally:
             # Not closed politely: nobody waits for it, and a dead socket would not answer.

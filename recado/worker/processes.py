@@ -44,6 +44,7 @@ class Supervisor:
         self._count = count
         self._processes: set[Process] = set()
         self._stopping = asyncio.Event()
+        self._order = STOP
 
     def stop(self) -> None:
         """Let all processes drain, and start none again."""
@@ -61,6 +62,7 @@ class Supervisor:
 
     def _tell(self, order: bytes) -> None:
         self._stopping.set()
+        self._order = order
         for process in self._processes:
             if process.stdin is not None and not process.stdin.is_closing():
                 process.stdin.write(order)
@@ -89,7 +91,7 @@ class Supervisor:
         self._processes.add(process)
         try:
             if self._stopping.is_set():  # told while this one was being started
-                self._tell(STOP)
+                self._tell(self._order)
             return await process.wait()
         except asyncio.CancelledError:
             process.terminate()

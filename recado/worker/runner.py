@@ -7,9 +7,9 @@ import contextvars
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from asyncpg.transaction import Transaction
 from recado.app import JobHandler, Recado
 from recado.errors import LeaseLost, RecadoError
 from recado.queue import finishes
-from recado.queue.connections import TRANSIENT, Connection, Pool
+from recado.queue.connections import STATEMENT_TIMEOUT, TRANSIENT, Connection, Pool, PoolConnection
 from recado.queue.finishes import Completion
 from recado.queue.models import ClaimedJob
 from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
@@ -39,6 +39,10 @@ MAX_PREFETCH = 500
 
 RUN_TIME_WEIGHT = 0.05
 """Of the newest run time in the moving average: it follows a change of the mix within some twenty jobs."""
+
+MAX_WAITING = 0.5
+"""Seconds that a prefetched job may wait for a slot here before it is given back: the slots have met long jobs, and
+another worker may be idle."""
 
 CANCEL_GRACE = 5.0
 """Seconds a cancelled handler gets to clean up before its job is given back without it."""
@@ -70,6 +74,7 @@ class Attempt:
         self.settling = False
         """The handler is through and its transaction is being committed: too late to cancel, the fence decides."""
         self.started = 0.0
+        """When it came in; once it has begun, when that was. Seconds of the monotonic clock."""
 
 
 class _Queue:
@@ -84,6 +89,7 @@ class _Queue:
         """The moving average, in seconds; at first so long that nothing is prefetched."""
         self.room = asyncio.Event()
         self.room.set()
+        self.impatient: asyncio.TimerHandle | None = None
 
     def prefetch(self) -> int:
         """How many jobs these slots will begin within the window."""
@@ -149,6 +155,7 @@ class Runner:
             if present is not None:
                 self._end(present, Ending.LOST)
             attempt = Attempt(job)
+            attempt.started = time.monotonic()
             self._attempts[job.id] = attempt
             slots.waiting.append(attempt)
         if self._attempts:
@@ -158,32 +165,39 @@ class Runner:
 
     # -- what leases and listener ask
 
-    def leases(self) -> list[tuple[UUID, int, float]]:
-        """All jobs this process holds: id, fence, and since when it has run (0 for those that wait). Called
-        from the lease thread: a copy of the dict's values is one step under the interpreter's lock."""
-        return [(attempt.job.id, attempt.job.fence, attempt.started) for attempt in list(self._attempts.values())]
+    def leases(self) -> list[tuple[UUID, int]]:
+        """All jobs this process holds, each with its fence. Called from the lease thread: a copy of the dict's
+        values is one step under the interpreter's lock."""
+        return [(attempt.job.id, attempt.job.fence) for attempt in list(self._attempts.values())]
 
     def held(self) -> set[UUID]:
         """The ids of all jobs in this process."""
         return set(self._attempts)
 
+    def has(self, job_id: UUID) -> bool:
+        """Whether a job is in this process."""
+        return job_id in self._attempts
+
     def running(self) -> int:
         """How many jobs have begun."""
         return sum(slots.running for slots in self._queues.values())
 
-    def lose(self, job_id: UUID, fence: int | None = None) -> None:
-        """The lease of a job is lost (with ``fence``: of that attempt only), or the job was cancelled."""
+    def lose(self, job_id: UUID, fence: int) -> None:
+        """The lease of an attempt is lost: its job was taken over, or cancelled. A later attempt goes on."""
         attempt = self._attempts.get(job_id)
-        if attempt is not None and fence in (None, attempt.job.fence):
+        if attempt is not None and attempt.job.fence == fence:
             self._end(attempt, Ending.LOST)
 
     # -- stopping
 
     def stop(self) -> None:
-        """Begin nothing more, and give back what has not begun."""
+        """Let nothing more be claimed, and give back what has not begun. A claim that is under way may still come in;
+        call it again after that."""
         self._stopping = True
         for slots in self._queues.values():
             slots.room.set()
+            if slots.impatient is not None:
+                slots.impatient.cancel()
             while slots.waiting:
                 attempt = slots.waiting.popleft()
                 self._forget(attempt)
@@ -200,7 +214,9 @@ class Runner:
             await self.abandon()
 
     async def abandon(self) -> None:
-        """Cancel what is running and give it back."""
+        """Cancel what is running and give it back; a second call has nothing left to do."""
+        if not self._attempts:
+            return
         for attempt in list(self._attempts.values()):
             self._end(attempt, Ending.STOPPED)
         try:
@@ -248,6 +264,22 @@ class Runner:
             attempt.task = task
             self._tasks.add(task)
             task.add_done_callback(partial(self._done, attempt), context=self._context)
+
+        if slots.waiting and slots.impatient is None and not self._stopping:
+            slots.impatient = self._loop.call_later(MAX_WAITING, self._give_back_stale, slots, context=self._context)
+
+    def _give_back_stale(self, slots: _Queue) -> None:
+        """Give back what has waited too long. What is left, or comes in later, is looked at anew."""
+        slots.impatient = None
+        now = time.monotonic()
+        while slots.waiting and now - slots.waiting[0].started >= MAX_WAITING:
+            attempt = slots.waiting.popleft()
+            self._forget(attempt)
+            self._finisher.release(attempt.job)
+            # The jobs that hold the slots are long, and the average has yet to learn it: prefetch nothing meanwhile.
+            slots.run_time = PREFETCH_WINDOW
+        self._fill(slots)
+        self._signal_room(slots)
 
     def _done(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -328,27 +360,29 @@ class Runner:
     async def _run_in_transaction(self, attempt: Attempt, handler: JobHandler[Any, Any, Any]) -> None:
         """Run a handler that asks for ``conn``: its writes and the completion commit together or not at all."""
         job = attempt.job
-        with _infrastructure():
+        try:
             conn = await self._pool.acquire()
+        except (*TRANSIENT, asyncpg.PostgresError) as error:  # whatever the server has against connecting
+            raise _Infrastructure from error
         try:
             transaction = conn.transaction(isolation="read_committed")
-            with _infrastructure():
+            async with _infrastructure():
                 await transaction.start()
             try:
                 value = await self._call(attempt, handler, conn)
                 _check_transaction(conn)
                 completion = Completion(job.id, job.fence, result_of(job, value))
                 attempt.settling = True
-                with _infrastructure():
+                async with _infrastructure():
                     if not await finishes.complete_one(conn, self._worker_id, completion, schema=self._app.schema):
                         raise LeaseLost(f"job {job.id} was taken over or cancelled: its writes are rolled back")
             except BaseException:
                 await _roll_back(conn, transaction)
                 raise
-            with _infrastructure():
+            async with _infrastructure():
                 await transaction.commit()
         finally:
-            await self._pool.release(conn)
+            await _give_back(self._pool, conn)
         self._finisher.count_completed(job, self._elapsed(attempt))
         self._observe(Event(EventKind.COMPLETED, jobs=(job.id,)))
 
@@ -385,10 +419,13 @@ class _Infrastructure(Exception):
     """The database failed around a transactional handler, not in it; its cause says how."""
 
 
-@contextmanager
-def _infrastructure() -> Iterator[None]:
+@asynccontextmanager
+async def _infrastructure() -> AsyncIterator[None]:
+    """Around recado's own statements on a handler's connection: they fail for the database's reasons, and a
+    half-open socket must not keep the slot."""
     try:
-        yield
+        async with asyncio.timeout(STATEMENT_TIMEOUT):
+            yield
     except TRANSIENT as error:
         raise _Infrastructure from error
 
@@ -421,6 +458,15 @@ async def _roll_back(conn: Connection, transaction: Transaction) -> None:
     except TRANSIENT:
         if not _is_closed(conn):
             conn.terminate()
+
+
+async def _give_back(pool: Pool, conn: PoolConnection) -> None:
+    """Return a connection to its pool. What happened on it is over by now: should the pool's reset fail, only the
+    connection is lost, which the pool sees to."""
+    try:
+        await pool.release(conn, timeout=ROLLBACK_TIMEOUT)
+    except TRANSIENT as error:
+        logger.info("a handler's connection broke on its way back into the pool: %s", type(error).__name__)
 
 
 def _is_closed(conn: Connection) -> bool:

@@ -43,14 +43,12 @@ class Upkeep:
         link: Link,
         *,
         reclaim_interval: float,
-        silence: float,
         keep: Mapping[JobStatus, timedelta],
         observe: Observer,
     ) -> None:
         self._app = app
         self._link = link
         self._reclaim_interval = reclaim_interval
-        self._silence = silence
         self._keep = keep
         self._observe = observe
 
@@ -78,12 +76,12 @@ class Upkeep:
         async with self._link.connection() as conn, conn.transaction(isolation="read_committed"):
             if not await try_upkeep_lock(conn, "reclaim", schema=schema):
                 return 0
-            orphans = await leases.reclaim(conn, silence=self._silence, schema=schema)
+            orphans = await leases.reclaim(conn, schema=schema)
             dead = [orphan for orphan in orphans if orphan.status is JobStatus.DEAD]
             await raise_alerts(conn, self._app, [(orphan, LEASE_LOST) for orphan in dead])
-            gone = await workers.remove_silent(conn, self._silence, schema=schema)
+            gone = await workers.remove_silent(conn, schema=schema)
         for worker_id in gone:
-            logger.warning("worker %s was silent for %g s and is taken off the registry", worker_id, self._silence)
+            logger.warning("worker %s gives no sign of life and is taken off the registry", worker_id)
         if orphans:
             logger.warning("took over %d jobs of workers that disappeared", len(orphans))
             self._observe(Event(EventKind.RECLAIMED, jobs=tuple(orphan.id for orphan in orphans)))

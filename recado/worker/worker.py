@@ -43,7 +43,8 @@ DEFAULT_SLOTS = 50
 DEFAULT_QUEUES: Mapping[str, int] = MappingProxyType({DEFAULT_QUEUE: DEFAULT_SLOTS})
 
 GRACE = 30.0
-"""Seconds that running jobs get at a stop; what Kubernetes waits between SIGTERM and SIGKILL."""
+"""Seconds that running jobs get at a stop. Whoever sends SIGKILL afterwards has to wait for some seconds longer, in
+which the rest is given back: Kubernetes' terminationGracePeriodSeconds, 30 by default, should be 45."""
 
 MAX_HANDLER_CONNECTIONS = 10
 """Of the pool a worker makes for its transactional handlers when it was given a URL: asyncpg's own default."""
@@ -76,7 +77,7 @@ class Worker:
         grace: seconds that running jobs get at a stop before they are cancelled and given back.
         lease: seconds after which a job may be taken over from a worker that renews it no more.
         heartbeat: seconds between two signs of life.
-        silence: seconds without one after which other workers are taken for dead.
+        silence: seconds without one after which this worker is taken for dead by others.
         poll_interval: seconds between two looks at an empty queue when nobody notifies; at most 2.5.
         reclaim_interval: seconds between two sweeps for jobs whose worker is gone.
         keep: how long jobs are kept after their end, by status.
@@ -217,7 +218,6 @@ class Worker:
             self.app,
             links["upkeep"],
             reclaim_interval=self._reclaim_interval,
-            silence=self._silence,
             keep=self._keep,
             observe=self._observe,
         )
@@ -225,7 +225,8 @@ class Worker:
         lease_thread.start()
         try:
             async with asyncio.TaskGroup() as background:
-                ending = [background.create_task(listener.run()), background.create_task(upkeep.run())]
+                endless = (listener.run(), upkeep.run(), lease_thread.watch())
+                ending = [background.create_task(task) for task in endless]
                 finishing = background.create_task(finisher.run())
                 await self._claim(claimers, runner)
                 # The order of the end: nothing is claimed any more, so wait for what runs; then write down
@@ -270,6 +271,11 @@ class Worker:
             if (claimer := claimers.get(queue)) is not None:
                 claimer.wake()
 
+        def cancelled(job_id: UUID) -> None:
+            # Not taken at its word: anyone may notify, and the job may have been requeued and claimed since.
+            if runner.has(job_id):
+                lease_thread.check_soon()
+
         def connected() -> None:
             for claimer in claimers.values():
                 claimer.wake()
@@ -280,7 +286,7 @@ class Worker:
             self._listen_connector,
             schema=self.app.schema,
             on_wake=wake,
-            on_cancel=runner.lose,
+            on_cancel=cancelled,
             on_connect=connected,
         )
 
@@ -293,6 +299,7 @@ class Worker:
             queues=tuple(self._queues),
             slots=sum(self._queues.values()),
             lease=self._lease,
+            silence=self._silence,
             hungry=set(self._queues),
         )
 

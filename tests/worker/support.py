@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -80,6 +81,27 @@ async def working(app: Recado, database: Pool | str, **options: Any) -> AsyncIte
 
 async def job_of(conn: asyncpg.Connection[asyncpg.Record], job_id: UUID) -> Job:
     return await get_job(conn, job_id)
+
+
+@asynccontextmanager
+async def logged(text: str) -> AsyncIterator[None]:
+    """Enters a block that ends once the worker has logged ``text``."""
+    seen = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if text in record.getMessage():
+                loop.call_soon_threadsafe(seen.set)
+
+    handler = Handler()
+    logging.getLogger("recado").addHandler(handler)
+    try:
+        yield
+        async with asyncio.timeout(PATIENCE):
+            await seen.wait()
+    finally:
+        logging.getLogger("recado").removeHandler(handler)
 
 
 async def waiting_for_a_lock(conn: asyncpg.Connection, application: str) -> None:

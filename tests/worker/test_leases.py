@@ -12,11 +12,12 @@ import pytest
 
 from recado import ClaimedJob, JobStatus, Recado
 from recado.app import JOB_DIED
+from recado.errors import RecadoError
 from recado.queue import list_errors
 from recado.queue.leases import MAX_RECLAIMS, reclaim
 from recado.queue.workers import WorkerInfo, beat
 from recado.worker import EventKind
-from tests.worker.support import NEVER, job_of, working
+from tests.worker.support import NEVER, job_of, logged, working
 
 
 @pytest.fixture
@@ -121,6 +122,31 @@ async def test_long_jobs_are_renewed_and_short_ones_never(
     assert claimed is not None
     assert renewed is not None
     assert renewed > claimed
+
+
+async def test_a_beat_that_the_server_refuses_is_tried_again(
+    app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    """No error of the server's may end the thread: the jobs would be taken over while they run."""
+    async with working(app, dsn, heartbeat=0.1) as (_, seen):
+        async with logged("cannot renew leases: CheckViolationError"):
+            await conn.execute(f"ALTER TABLE {schema}.workers ADD CONSTRAINT refused CHECK (running < 0) NOT VALID")
+        await conn.execute(f"ALTER TABLE {schema}.workers DROP CONSTRAINT refused")
+        await seen.seen(EventKind.BEAT, times=seen.count(EventKind.BEAT) + 1)
+
+
+async def test_a_worker_whose_lease_thread_dies_does_not_go_on(
+    app: Recado, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - it is the block's end that raises
+        async with working(app, dsn, heartbeat=0.1) as (worker, _):
+            monkeypatch.setattr("recado.worker.leases.Leases._look_after_leases", fails)
+            assert worker._task is not None
+            await asyncio.wait({worker._task})
+    assert caught.group_contains(RecadoError, match="cannot keep leases")
 
 
 async def test_an_orphan_goes_back_without_counting_an_attempt(

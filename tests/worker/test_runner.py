@@ -20,7 +20,7 @@ from recado.queue import list_errors
 from recado.queue.admin import CANCEL, cancel
 from recado.queue.statements import fill
 from recado.worker import EventKind
-from tests.worker.support import Connect, job_of, waiting_for_a_lock, working
+from tests.worker.support import NEVER, Connect, job_of, waiting_for_a_lock, working
 
 
 class Payload(BaseModel):
@@ -606,6 +606,29 @@ async def test_a_cancellation_that_was_rolled_back_never_happened(
         await seen.seen(EventKind.COMPLETED, job_id)
 
 
+async def test_a_cancellation_that_anybody_could_have_sent_ends_nothing(
+    app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    @app.job("a.long")
+    async def long(payload: None) -> str:
+        running.set()
+        await go_on.wait()
+        return "done"
+
+    async with working(app, dsn, heartbeat=NEVER / 100, silence=NEVER) as (_, seen):
+        job_id = await long.enqueue(conn, None)
+        await running.wait()
+        beats = seen.count(EventKind.BEAT)
+        await conn.execute("SELECT pg_notify($1, $2)", f"{schema}_cancel", str(job_id))
+        await conn.execute("SELECT pg_notify($1, $2)", f"{schema}_cancel", "no id at all")
+        await seen.seen(EventKind.BEAT, times=beats + 1)  # it looked at its leases, and this one stands
+        go_on.set()
+        await seen.seen(EventKind.COMPLETED, job_id)
+    assert seen.count(EventKind.LOST) == 0
+
+
 # -- alerts
 
 
@@ -634,6 +657,34 @@ async def test_the_death_of_a_critical_job_enqueues_an_alert_in_the_same_transac
     assert [json.loads(row["payload"])["job_id"] for row in rows] == [str(job_id)]
     assert rows[0]["created_at"] == died  # now() is the transaction's
     assert ("recado.worker", 50) in {(r.name, r.levelno) for r in caplog.records}
+
+
+async def test_an_alert_handler_that_asks_for_something_else_does_not_keep_the_job_from_dying(
+    app: Recado, dsn: str, conn: asyncpg.Connection
+) -> None:
+    @app.job("money.move", critical=True, max_attempts=1)
+    async def move(payload: None) -> None:
+        raise ValueError
+
+    @app.job(JOB_DIED)
+    async def alert(payload: Payload) -> None:
+        raise AssertionError("must not run: no alert fits its payload")
+
+    async with working(app, dsn) as (_, seen):
+        job_id = await move.enqueue(conn, None, idempotency_key="k")
+        await seen.seen(EventKind.DIED, job_id)
+        await seen.seen(EventKind.FAILED)
+        await seen.seen(EventKind.COMPLETED, await app.enqueue(conn, "_smoke.echo", None))  # the worker lives
+
+
+async def test_a_critical_job_raises_its_alert_on_a_worker_that_does_not_know_its_type(
+    dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    move = Recado().declare("money.move", critical=True, max_attempts=1)
+    async with working(Recado(), dsn) as (_, seen):
+        job_id = await move.enqueue(conn, {}, idempotency_key="k")
+        await seen.seen(EventKind.DIED, job_id)
+    assert await conn.fetchval(f"SELECT count(*) FROM {schema}.jobs WHERE job_type = $1", JOB_DIED) == 1
 
 
 async def test_the_death_of_an_ordinary_job_enqueues_nothing(

@@ -17,7 +17,7 @@ from recado.queue.statements import fill
 from recado.queue.workers import WorkerInfo, beat
 from recado.worker import EventKind
 from recado.worker.hunger import FIRST_WATCH, Watch
-from tests.worker.support import NEVER, Connect, job_of, working
+from tests.worker.support import NEVER, Connect, job_of, logged, working
 
 TERMINATE = """
 SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity
@@ -242,8 +242,14 @@ def test_the_watch_looks_every_50_ms_and_later_at_one_percent_of_the_time_it_las
     assert intervals == [FIRST_WATCH, 0.05, 0.05, 0.1, 2.0]
 
 
-def test_the_watch_is_over_when_all_that_had_begun_at_its_first_look_has_ended() -> None:
+def test_the_watch_is_over_when_all_that_had_begun_at_its_first_look_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("recado.worker.hunger.time.monotonic", lambda: now)
     watch = Watch()
+    assert not watch.over(xmin=50, xmax=50)  # too soon: a statement may not have shown its id yet
+    now += 2 * FIRST_WATCH
     assert not watch.over(xmin=90, xmax=100)  # 90 to 99 may have read that nobody waits
     assert not watch.over(xmin=99, xmax=500)
     assert watch.over(xmin=100, xmax=500)
@@ -307,6 +313,49 @@ async def test_what_a_broken_connection_claimed_without_an_answer_is_given_back(
         assert seen.jobs(EventKind.RELEASED) == [job_id]
     job = await job_of(conn, job_id)
     assert (job.fence, job.attempts, job.reclaims) == (2, 0, 0)
+
+
+async def test_a_worker_says_again_that_it_is_hungry_when_it_had_to_reconnect(
+    app: Recado, started: Started, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    """The server may be another one now, or have lost in a crash what it was told last."""
+    async with working(app, dsn) as (_, seen):
+        await seen.asleep()
+        await conn.execute(f"UPDATE {schema}.workers SET hungry_queues = '{{}}'")
+        assert await conn.fetchval(TERMINATE, "recado claims") == 1
+        await conn.execute("SELECT pg_notify($1, 'default')", schema)
+        await seen.asleep()
+        job_id = await started.job.enqueue(conn, None)
+        await started.of(job_id)
+
+
+async def test_a_refused_login_is_trouble_with_the_connection_and_loses_no_ending(
+    app: Recado, dsn: str, conn: asyncpg.Connection, listening_role: str, schema: str
+) -> None:
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    @app.job("a.long", max_attempts=1)
+    async def long(payload: None) -> str:
+        running.set()
+        await go_on.wait()
+        return "done"
+
+    await conn.execute(f'GRANT USAGE ON SCHEMA {schema} TO "{listening_role}"')
+    await conn.execute(f'GRANT ALL ON ALL TABLES IN SCHEMA {schema} TO "{listening_role}"')
+    async with working(app, dsn.replace("postgres@", f"{listening_role}@")) as (_, seen):
+        first = await app.enqueue(conn, "_smoke.echo", None)
+        await seen.seen(EventKind.COMPLETED, first)  # the finisher has its connection
+        job_id = await long.enqueue(conn, None)
+        await running.wait()
+        await conn.execute(f'ALTER ROLE "{listening_role}" NOLOGIN')
+        assert await conn.fetchval(TERMINATE, "recado finisher") == 1
+        async with logged("cannot write down ended attempts: DatabaseUnavailable"):
+            go_on.set()
+        await conn.execute(f'ALTER ROLE "{listening_role}" LOGIN')
+        await seen.seen(EventKind.COMPLETED, job_id)
+    assert (await job_of(conn, job_id)).result == "done"
+    await conn.execute(f'DROP OWNED BY "{listening_role}"')
+    await conn.execute(f'DROP ROLE "{listening_role}"')
 
 
 async def test_a_worker_that_was_taken_off_the_registry_puts_itself_back(

@@ -133,6 +133,30 @@ async def test_what_does_not_end_in_time_is_cancelled_and_given_back_uncounted(
     assert cleaned_up
 
 
+async def test_prefetched_jobs_are_not_kept_behind_a_long_one(
+    app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    """Short jobs teach a worker to prefetch; then a long one takes its only slot, while another worker is idle."""
+    blocking, go_on = asyncio.Event(), asyncio.Event()
+    done: list[int] = []
+
+    @app.job("a.mixed")
+    async def mixed(payload: int) -> None:
+        if payload == 300:
+            blocking.set()
+            await go_on.wait()
+        done.append(payload)
+
+    await app.enqueue_many(conn, [mixed.new(n) for n in range(400)])
+    async with working(app, dsn, queues={"default": 1}) as (_, seen):
+        await blocking.wait()
+        async with working(app, dsn, queues={"default": 1}) as (_, other):
+            await other.until(lambda: len(seen.jobs(EventKind.COMPLETED)) + len(other.jobs(EventKind.COMPLETED)) >= 399)
+            assert 300 not in done
+            go_on.set()
+            await seen.until(lambda: len(done) == 400)
+
+
 async def test_a_handler_that_ignores_its_cancellation_is_given_back_without_it(
     app: Recado, dsn: str, conn: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
