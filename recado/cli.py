@@ -31,6 +31,7 @@ from pydantic_settings import SettingsError
 from rich.cells import cell_len, set_cell_size
 
 from recado import serve
+from recado.bench.command import bench
 from recado.errors import ConfigurationError, RecadoError
 from recado.queue import (
     Job,
@@ -209,6 +210,9 @@ def token(
 
 # --- recado worker, api, dev ---
 
+MAX_PROCESSES = 256
+"""Of one supervisor; a guess at more than any machine has cores for."""
+
 MAX_SECONDS = 1e9
 """Of an option: 31 years, far more than anybody waits, and far less than an interval of PostgreSQL's holds."""
 
@@ -252,6 +256,10 @@ def worker(
     grace: Annotated[
         float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running jobs get at a stop.")
     ] = GRACE,
+    processes: Annotated[
+        int, typer.Option(min=1, max=MAX_PROCESSES, help="Worker processes under one supervisor; one uses one core.")
+    ] = 1,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Run jobs until SIGTERM; a second one, or SIGINT, stops at once."""
@@ -260,6 +268,12 @@ def worker(
     application = serve.load_app(path)
     url = _database(dsn)
     _run(url, lambda conn: migrate.check_schema(conn, schema=application.schema))
+    if processes > 1:
+        arguments = [path, *(f"--queue={name}:{slots}" for name, slots in queues.items())]
+        arguments += [f"--lease={lease}", f"--silence={silence}", f"--grace={grace}", f"--log-level={log_level}"]
+        arguments += [] if timeout is None else [f"--timeout={timeout}"]
+        serve.supervise(arguments, url, processes)
+        return
     idle = serve.serve_worker(
         application,
         url,
@@ -270,6 +284,7 @@ def worker(
         reclaim_interval=min(RECLAIM_INTERVAL, silence / 4, lease / 4),
         timeout=timeout,
         grace=grace,
+        supervised=supervised,
     )
     _leave(idle)
 
@@ -334,6 +349,9 @@ def _leave(idle: bool) -> None:
 
 def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)-8s %(name)s: %(message)s")
+
+
+app.command()(bench)
 
 
 # --- recado jobs, dead ---

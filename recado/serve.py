@@ -31,6 +31,7 @@ from recado.queue.connections import CONNECT_TIMEOUT, STATEMENT_TIMEOUT, Pool
 from recado.queue.limits import check_queue
 from recado.queue.models import DEFAULT_QUEUE
 from recado.settings import settings
+from recado.worker.processes import Supervisor, obey
 from recado.worker.worker import DEFAULT_SLOTS, Worker
 
 logger = logging.getLogger("recado")
@@ -128,8 +129,11 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def serve_worker(app: Recado, dsn: str, queues: Mapping[str, int], **options: Any) -> bool:
+def serve_worker(app: Recado, dsn: str, queues: Mapping[str, int], *, supervised: bool = False, **options: Any) -> bool:
     """Run a worker until a signal ends it; see :class:`~recado.worker.worker.Worker` for ``options``.
+
+    Args:
+        supervised: it also obeys a supervisor, and ends with it.
 
     Returns:
         Whether every thread is idle; one that is not keeps the interpreter from exiting.
@@ -137,12 +141,30 @@ def serve_worker(app: Recado, dsn: str, queues: Mapping[str, int], **options: An
     Raises:
         ConfigurationError, SchemaMismatch: it cannot start.
     """
-    return run(_serve_worker(Worker(app, dsn, queues=queues, **options)))
+    return run(_serve_worker(Worker(app, dsn, queues=queues, **options), supervised))
 
 
-async def _serve_worker(worker: Worker) -> bool:
+async def _serve_worker(worker: Worker, supervised: bool) -> bool:
     with _on_signals(worker.stop, worker.stop_now):
+        if supervised:
+            obey(sys.stdin.buffer, worker.stop, worker.stop_now)
         return await worker.run()
+
+
+def supervise(arguments: Sequence[str], dsn: str, count: int) -> None:
+    """Run ``count`` worker processes until a signal ends them, and start those again that crash.
+
+    Args:
+        arguments: of ``recado worker`` in each of them.
+        dsn: goes into their environment, since arguments are there for every user of the machine to see.
+    """
+    command = [sys.executable, "-m", "recado", "worker", "--supervised", *arguments]
+    run(_supervise(Supervisor(command, count, {**os.environ, "RECADO_DSN": dsn})))
+
+
+async def _supervise(supervisor: Supervisor) -> None:
+    with _on_signals(supervisor.stop, supervisor.stop_now):
+        await supervisor.run()
 
 
 def serve_api(app: Recado, dsn: str, sock: socket.socket) -> None:

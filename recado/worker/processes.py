@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 logger = logging.getLogger("recado.worker")
@@ -37,11 +37,13 @@ class Supervisor:
     Args:
         command: a worker that calls :func:`obey` on its standard input.
         count: how many.
+        environment: of the processes.
     """
 
-    def __init__(self, command: Sequence[str], count: int) -> None:
+    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str]) -> None:
         self._command = command
         self._count = count
+        self._environment = environment
         self._processes: set[Process] = set()
         self._stopping = asyncio.Event()
         self._order = STOP
@@ -87,7 +89,7 @@ class Supervisor:
                 wait = min(2 * wait, LONGEST_RESTART)
 
     async def _run_once(self) -> int:
-        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE)
+        process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, env=self._environment)
         self._processes.add(process)
         try:
             if self._stopping.is_set():  # told while this one was being started
