@@ -26,6 +26,7 @@ FLOORS: dict[str, set[str]] = {
     "embedded": {"errors", "settings"},
     # The commands that run until a signal: with the command line above it, the composition root.
     "serve": {"worker", "api", "embedded", "app", "queue", "errors", "settings"},
+    "bench": {"serve", "worker", "embedded", "app", "queue", "errors", "settings", "version", "recado"},
     "recado": {"app", "worker", "queue", "errors", "settings", "version"},
 }
 """What each part may import besides itself; ``recado`` is the package's own ``__init__``. A new part goes in here."""
