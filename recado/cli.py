@@ -325,9 +325,10 @@ def dev(
     application = serve.load_app(path)
     folder = data_dir or settings().data_dir
     # The port first: when it is taken, no server is started.
-    with _listening(host, port) as listening, serve.ended_by_sigterm():
+    with _listening(host, port) as listening, serve.ended_by_sigterm() as leave_if_told:
         logger.info("PostgreSQL starts in %s", folder)
         with embedded.start(folder) as server:
+            leave_if_told()
             _run(server.dsn(), lambda conn: migrate.up(conn, schema=application.schema))
             logger.info("the database is at %s", server.dsn())
             idle = serve.serve_dev(application, server.dsn(), listening, queues)

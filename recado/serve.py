@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import asyncpg
 import uvicorn
@@ -289,16 +289,30 @@ def _on_signals(stop: Callable[[], None], stop_now: Callable[[], None]) -> Itera
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[Callable[[], None]]:
     """Have SIGTERM unwind the stack, as Ctrl-C does, until :func:`run` takes the signals over: what was started by
-    then is stopped on the way out."""
+    then is stopped on the way out.
 
-    def leave(*_: object) -> NoReturn:
-        sys.exit(0)
+    Until the function it yields is called, a SIGTERM waits: in the middle of its start a process is nobody's yet, and
+    would be left behind.
+    """
+    told, may_leave = False, False
 
-    before = signal.signal(signal.SIGTERM, leave)
+    def tell(*_: object) -> None:
+        nonlocal told
+        told = True
+        if may_leave:
+            sys.exit(0)
+
+    def leave_if_told() -> None:
+        nonlocal may_leave
+        may_leave = True
+        if told:
+            sys.exit(0)
+
+    before = signal.signal(signal.SIGTERM, tell)
     try:
-        yield
+        yield leave_if_told
     finally:
         signal.signal(signal.SIGTERM, before)
 

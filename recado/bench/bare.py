@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 import asyncpg
-from uuid6 import uuid7
 
 from recado.bench.jobs import COLUMNS, FAILS_ONCE, NOOP, payload_json, rows
 from recado.bench.messages import Task
@@ -29,8 +28,9 @@ from recado.bench.roles import FEED_CALL, PACE, Work, connections, side_by_side
 from recado.queue.benchmark import BARE_INSERT
 from recado.queue.claims import CLAIM, PRIORITIES, look
 from recado.queue.connections import Connection
-from recado.queue.enqueue import INSERT, INSERT_MANY
+from recado.queue.enqueue import INSERT
 from recado.queue.finishes import COMPLETE, COMPLETE_ONE, Failure, fail
+from recado.queue.ids import new_id
 from recado.queue.models import DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE
 from recado.queue.statements import fill, wake_channel
 from recado.queue.workers import WorkerInfo, beat
@@ -52,7 +52,7 @@ ID, JOB_TYPE, PRIORITY, PAYLOAD, ATTEMPTS, FENCE, RUN_AT = 0, 1, 3, 4, 5, 8, 9
 @asynccontextmanager
 async def drain(task: Task, meter: Meter) -> AsyncIterator[Work]:
     """Claims on one connection and completes on another, both at once, in batches of the worker's size."""
-    worker_id = uuid7()
+    worker_id = new_id()
     async with connections(task, 2) as [claiming, finishing]:
         # One claim ahead: while a batch is being completed the next one is claimed, as the worker does.
         claimed: asyncio.Queue[Claimed] = asyncio.Queue(maxsize=1)
@@ -139,7 +139,7 @@ async def _fail(conn: Connection, worker_id: UUID, jobs: Claimed) -> None:
 @asynccontextmanager
 async def transactions(task: Task, meter: Meter) -> AsyncIterator[Work]:
     """Completes claimed jobs one by one, each in a transaction, on as many connections as a worker has for that."""
-    worker_id = uuid7()
+    worker_id = new_id()
     count = min(task.options.concurrency, MAX_HANDLER_CONNECTIONS)
     statement = fill(COMPLETE_ONE, SCHEMA)
     async with connections(task, count) as opened:
@@ -159,7 +159,7 @@ async def transactions(task: Task, meter: Meter) -> AsyncIterator[Work]:
 @asynccontextmanager
 async def listen(task: Task, meter: Meter) -> AsyncIterator[Work]:
     """Listens on one connection; on another claims at each notification, and completes."""
-    worker_id = uuid7()
+    worker_id = new_id()
     begun = meter.report.begun
     woken = asyncio.Event()
     async with connections(task, 2) as [listening, claiming]:
@@ -220,16 +220,15 @@ async def copy(task: Task, meter: Meter) -> AsyncIterator[Work]:
 
 @asynccontextmanager
 async def feed(task: Task, meter: Meter) -> AsyncIterator[Work]:
-    """Inserts rows in one batch after the other."""
-    statement = fill(INSERT_MANY, SCHEMA)
-    arguments = _insert_arguments(task)
-    batches = [list(zip(*arguments[i : i + FEED_CALL], strict=True)) for i in range(0, task.jobs, FEED_CALL)]
+    """Copies rows in, one batch after the other."""
+    records = list(rows(range(task.jobs), NOOP, task.options.payload_bytes))
     async with connections(task) as [conn]:
 
         async def work() -> None:
-            for batch in batches:
-                await conn.fetchval(statement, *batch)
-                meter.count(len(batch[0]))
+            for start in range(0, task.jobs, FEED_CALL):
+                batch = records[start : start + FEED_CALL]
+                await conn.copy_records_to_table("jobs", schema_name=SCHEMA, records=batch, columns=COLUMNS)
+                meter.count(len(batch))
 
         yield work
 
@@ -258,8 +257,8 @@ def _insert_arguments(task: Task) -> list[tuple[Any, ...]]:
     size = task.options.payload_bytes
     return [
         (
-            *(str(uuid7()), NOOP, DEFAULT_QUEUE, DEFAULT_PRIORITY, payload_json(n, size)),
-            *(DEFAULT_MAX_ATTEMPTS, None, None, "{}"),
+            *(str(new_id()), NOOP, DEFAULT_QUEUE, DEFAULT_PRIORITY, payload_json(n, size)),
+            *(DEFAULT_MAX_ATTEMPTS, None, None, "{}", False),
         )
         for n in range(task.jobs)
     ]

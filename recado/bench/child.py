@@ -93,6 +93,14 @@ async def _tell_progress(channel: Channel, meter: Meter) -> None:
             channel.send("done", told)
 
 
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    run(main())
+    try:
+        run(main())
+    except BaseExceptionGroup as group:
+        # The traceback's last line is what the user is told.
+        raise _first(group) from group

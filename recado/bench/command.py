@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Annotated, Any
 
 import rich.console
@@ -58,8 +59,15 @@ def bench(
         )
         for each in chosen
     }
-    with _ended_by_sigterm(), nullcontext(dsn) if dsn else own_server() as url, _progress() as tell:
-        results, server = asyncio.run(_measure_all(url, chosen, options, tell, ours=dsn is None))
+    with (
+        _on_sigterm(signal.default_int_handler),
+        nullcontext(dsn) if dsn else own_server() as url,
+        _progress() as tell,
+    ):
+        try:
+            results, server = asyncio.run(_measure_all(url, chosen, options, tell, ours=dsn is None))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     facts = {"machine": machine(), "server": server}
     print_report(rich.console.Console(stderr=as_json), results, **facts)
     if as_json:
@@ -78,15 +86,20 @@ def _chosen(name: str) -> list[Scenario]:
 async def _measure_all(
     dsn: str, scenarios: list[Scenario], options: Mapping[str, Options], tell: Tell, *, ours: bool
 ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
-    async with open_database(dsn, ours=ours) as database:
-        results = [await measure(database, each, options[each.name], tell) for each in scenarios]
-        return results, await server_settings(database.conn)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is None:  # pragma: no cover - a coroutine always runs in one
+        raise RuntimeError("cannot run the benchmark outside a task")
+    # Within the loop an exception from a signal handler may be raised anywhere, and be lost there.
+    with _on_sigterm(lambda *_: loop.call_soon_threadsafe(task.cancel)):
+        async with open_database(dsn, ours=ours) as database:
+            results = [await measure(database, each, options[each.name], tell) for each in scenarios]
+            return results, await server_settings(database.conn)
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _on_sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """SIGTERM ends us as Ctrl-C does: everything is cleaned up on the way out."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:

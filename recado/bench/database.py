@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import asyncpg
-from uuid6 import uuid7
 
 from recado import queue
 from recado.bench.jobs import COLUMNS, Row
@@ -20,6 +19,7 @@ from recado.bench.options import SCHEMA
 from recado.errors import ConfigurationError, RecadoError
 from recado.queue import benchmark, migrate
 from recado.queue.connections import TRANSIENT, Connection, connector
+from recado.queue.ids import new_id
 from recado.queue.leases import DEFAULT_LEASE
 from recado.queue.models import DEFAULT_QUEUE, JobStatus
 from recado.queue.workers import WorkerInfo, beat
@@ -86,7 +86,7 @@ class Database:
 
     async def register_saturated(self) -> None:
         """Enter a worker that has so much to do that nobody needs to notify it."""
-        worker = WorkerInfo(uuid7(), "bench", os.getpid(), VERSION, (DEFAULT_QUEUE,), slots=1, lease=DEFAULT_LEASE)
+        worker = WorkerInfo(new_id(), "bench", os.getpid(), VERSION, (DEFAULT_QUEUE,), slots=1, lease=DEFAULT_LEASE)
         await beat(self.conn, worker, running=1, schema=SCHEMA)
 
     @asynccontextmanager

@@ -10,10 +10,10 @@ from uuid import UUID
 
 import asyncpg
 from pydantic import BaseModel
-from uuid6 import uuid7
 
 from recado.app import Recado
 from recado.queue.claims import PRIORITIES
+from recado.queue.ids import new_id
 from recado.queue.models import DEFAULT_PRIORITY, DEFAULT_QUEUE, ClaimedJob
 
 NOOP = "bench.noop"
@@ -55,7 +55,7 @@ def payload_json(n: int, size: int) -> str:
 def rows(numbers: Iterable[int], job_type: str, size: int) -> Iterator[Row]:
     """Jobs of one type in one queue."""
     for n in numbers:
-        yield uuid7(), job_type, DEFAULT_QUEUE, DEFAULT_PRIORITY, payload_json(n, size)
+        yield new_id(), job_type, DEFAULT_QUEUE, DEFAULT_PRIORITY, payload_json(n, size)
 
 
 def mixed_rows(numbers: Iterable[int], size: int) -> Iterator[Row]:
@@ -64,7 +64,7 @@ def mixed_rows(numbers: Iterable[int], size: int) -> Iterator[Row]:
         job_type = FAILS_ONCE if n % FAILING == 0 else NOOP
         queue = QUEUES[n // FAILING % len(QUEUES)]
         priority = PRIORITIES[n // FAILING // len(QUEUES) % len(PRIORITIES)]
-        yield uuid7(), job_type, queue, priority, payload_json(n, size)
+        yield new_id(), job_type, queue, priority, payload_json(n, size)
 
 
 def make_app(schema: str, work_ms: float = 0.0, begun: dict[int, float] | None = None) -> Recado:

@@ -17,6 +17,7 @@ from recado.queue.admin import (
     resume,
     server_time,
 )
+from recado.queue.connections import asyncpg_connection
 from recado.queue.models import Job, JobError, JobStatus, NewJob
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "JobError",
     "JobStatus",
     "NewJob",
+    "asyncpg_connection",
     "cancel",
     "dead_by_error",
     "get_job",

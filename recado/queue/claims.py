@@ -23,9 +23,9 @@ _LANE = """
 
 CLAIM = (
     """
-UPDATE {schema}.jobs
+UPDATE {schema}.jobs j
 SET status = 'running', fence = fence + 1, locked_at = now(), locked_by = $1, updated_at = now()
-WHERE ctid = ANY (ARRAY(
+FROM unnest(ARRAY(
     SELECT ctid FROM ("""
     + "\n        UNION ALL".join(
         _LANE.replace("PRIORITY", str(priority)).replace("FLOOR", f"${4 + priority}") for priority in PRIORITIES
@@ -34,8 +34,8 @@ WHERE ctid = ANY (ARRAY(
     ) AS ready
     WHERE NOT EXISTS (SELECT FROM {schema}.queues WHERE name = $2 AND paused_at IS NOT NULL)
     LIMIT $3
-))
-AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
+)) AS claimed (tid)
+WHERE j.ctid = claimed.tid AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
 RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclaims, fence, run_at, created_at,
     metadata, extract(epoch FROM clock_timestamp() - greatest(run_at, created_at))::float8
 """
@@ -46,7 +46,9 @@ RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclai
   49,600 against 26,800 at 500.
 - One lane per priority, so that the partial index gives each in order. ``UNION ALL`` under ``LIMIT`` is lazy:
   the second lane is only read when the first had too few, and jobs of a later time are never walked over.
-- ``ARRAY(…)`` runs once. ``id IN (SELECT … SKIP LOCKED)`` may run again, and lock more than $3 rows.
+- ``ARRAY(…)`` runs once. ``id IN (SELECT … SKIP LOCKED)`` may run again, and lock more than $3 rows. It is joined:
+  in ``ctid = ANY (ARRAY(…))`` a plan made while the table was new compares each of its rows with all of the array,
+  until autovacuum has analyzed it: with 40,000 pending jobs 160 ms a claim of 1,000, joined 19; else the same 10.
 - The floors ($4 to $7) let a claim start where the last one ended. While an old snapshot anywhere keeps
   VACUUM from removing what was claimed before, a claim from the start walks over all of it: 100,000 jobs
   took 1.0 s for their first fifth and 3.9 s for the last; with floors all fifths took the same.
@@ -79,6 +81,7 @@ WITH changed AS (
     WHERE ctid = ANY (ARRAY(
         SELECT ctid FROM {schema}.jobs
         WHERE status = 'running' AND locked_by = $1 AND id <> ALL ($2::uuid[])
+          AND locked_at BETWEEN (SELECT '-infinity'::timestamptz) AND (SELECT 'infinity'::timestamptz)
         FOR UPDATE SKIP LOCKED
     ))
     RETURNING id, queue, status, run_at
@@ -88,7 +91,10 @@ WITH changed AS (
 SELECT id, (SELECT count(*) FROM woken) FROM changed
 """
 )
-"""Give back what this worker claimed and never heard of, because the connection broke before the answer."""
+"""Give back what this worker claimed and never heard of, because the connection broke before the answer.
+
+The range excludes nothing; its bounds are unknown to the planner, which takes it for a narrow one and so walks the
+partial index, even on statistics from when all jobs were running."""
 
 
 async def claim(

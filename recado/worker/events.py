@@ -32,6 +32,8 @@ class EventKind(StrEnum):
     """An attempt's lease was taken over, or its job was cancelled."""
     RECLAIMED = "reclaimed"
     """Jobs of a worker that disappeared are pending again, or dead."""
+    SWEPT = "swept"
+    """A sweep for such jobs is over, or another worker is at it."""
     BEAT = "beat"
     BLOCKED = "blocked"
     """A handler blocks the event loop."""

@@ -69,6 +69,7 @@ class Upkeep:
     async def _reclaim(self) -> None:
         while await self._reclaim_once() == leases.ROWS_PER_STATEMENT:
             pass
+        self._observe(Event(EventKind.SWEPT))
 
     async def _reclaim_once(self) -> int:
         """Take over up to 1,000 orphans; how many there were."""

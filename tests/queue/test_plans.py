@@ -211,10 +211,6 @@ HOT = {
 }
 
 
-UNFIT = {("RELEASE_STRAYS", that_all_runs_but_nothing_does)}
-"""Where the whole table is read all the same; once, after a connection was lost."""
-
-
 # --- asking for plans ---
 
 
@@ -294,8 +290,6 @@ async def test_on_a_large_table_every_hot_statement_uses_its_index(
 
     bad = {}
     for name, hot in HOT.items():
-        if (name, believing) in UNFIT:
-            continue
         for length in LENGTHS:
             sent = await hot.sent(ids[:length], keys[:length])
             for mode in hot.modes:

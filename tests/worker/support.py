@@ -76,6 +76,7 @@ async def working(app: Recado, database: Pool | str, **options: Any) -> AsyncIte
         worker._poll_interval = NEVER  # longer than it may be: no poll can be mistaken for what is tested
     async with worker:
         await observed.seen(EventKind.LISTENING)
+        await observed.seen(EventKind.SWEPT)  # the one at the start; what the test does comes after it
         yield worker, observed
 
 
