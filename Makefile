@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# What also runs in a schema of another name.
+CORE := tests/queue/test_claims.py tests/queue/test_finishes.py tests/queue/test_enqueue.py tests/queue/test_admin.py \
+	tests/worker/test_worker.py tests/worker/test_leases.py
+
 .DEFAULT_GOAL := help
 .PHONY: help install run test check format schema build clean
 
@@ -26,6 +30,7 @@ run: install ## Run the example shop on an embedded PostgreSQL, under a stream o
 
 test: install ## Run all tests on a real, embedded PostgreSQL
 	@$(BIN)/python -m pytest --quiet
+	@RECADO_TEST_SCHEMA=another_name $(BIN)/python -m pytest --quiet $(CORE)
 
 check: install ## Lint, formatting, types, the import rule and the schema
 	@$(BIN)/ruff check .

@@ -34,7 +34,9 @@ class Token(BaseModel):
 class Settings(BaseSettings):
     """Read from ``RECADO_DSN``, ``RECADO_SCHEMA`` and so on; command-line options take precedence."""
 
-    model_config = SettingsConfigDict(env_prefix="RECADO_", extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="RECADO_", env_ignore_empty=True, extra="ignore", populate_by_name=True
+    )
 
     dsn: SecretStr | None = None
     """Where the queue lives, as a ``postgresql://`` URL."""

@@ -133,8 +133,8 @@ async def _start(task: Task, on_progress: Callable[[], None], stack: AsyncExitSt
         # RECADO_LISTEN_DSN would send the worker's ears to another server.
         env={name: value for name, value in os.environ.items() if not name.startswith("RECADO_")},
         limit=LONGEST_LINE,
-        # Out of reach of a terminal's Ctrl-C: we end it, after we have noted what it measured.
-        process_group=0,
+        # Out of reach of a terminal's Ctrl-C, which would have it end with words of its own.
+        start_new_session=True,
     )
     child = Child(task, process, log, on_progress)
     stack.push_async_callback(child.end)

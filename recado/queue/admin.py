@@ -247,7 +247,7 @@ async def resume(conn: Connection, queue: str, *, schema: str | None = None) -> 
 def _job(row: asyncpg.Record) -> Job:
     columns = {name: row[name] for name in row.keys()}  # noqa: SIM118 - a Record iterates over its values
     for name in ("payload", "result", "metadata"):
-        columns[name] = None if columns[name] is None else json.loads(columns[name])
+        columns[name] = None if columns[name] is None else json.loads(columns[name], parse_int=_integer)
     for name in ("id", "locked_by"):
         columns[name] = _uuid(columns[name])
     return Job(**columns | {"status": JobStatus(columns["status"])})
@@ -255,3 +255,11 @@ def _job(row: asyncpg.Record) -> Job:
 
 def _uuid(text: str | None) -> UUID | None:
     return None if text is None else UUID(text)
+
+
+def _integer(digits: str) -> int | str:
+    """A number that somebody inserted by hand may have more digits than Python converts (4,300); then its text."""
+    try:
+        return int(digits)
+    except ValueError:
+        return digits

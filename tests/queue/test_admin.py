@@ -12,6 +12,7 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
+from recado import Recado
 from recado.errors import EnqueueError, IllegalTransition, JobNotFound
 from recado.queue import (
     DeadGroup,
@@ -479,3 +480,12 @@ async def test_the_codecs_of_the_connection_do_not_matter(
     await cancel(own_codecs, job_id)
     await requeue(own_codecs, job_id)
     assert (await get_job(own_codecs, job_id)).id == job_id
+
+
+async def test_a_number_too_long_for_python_does_not_keep_a_list_from_being_read(
+    conn: asyncpg.Connection, schema: str
+) -> None:
+    job_id = await Recado().enqueue(conn, "_smoke.echo", None)
+    await conn.execute(f"UPDATE {schema}.jobs SET payload = repeat('9', 5000)::jsonb")
+    [job] = await list_jobs(conn)
+    assert (job.id, job.payload) == (job_id, "9" * 5000)
