@@ -136,43 +136,45 @@ async def insert_jobs(conn: Connection, jobs: Sequence[NewJob], *, schema: str |
     Raises:
         asyncpg.SerializationError: as for :func:`insert_job`.
     """
-    ids = new_ids(len(jobs))
     plain = [i for i, job in enumerate(jobs) if job.idempotency_key is None and job.run_at is None]
-    if len(plain) >= COPY_FROM:
-        await _copy(conn, jobs, ids, plain, schema)
-    else:
+    if len(plain) < COPY_FROM:
         plain = []
+    elif len(plain) == len(jobs):
+        ids: list[UUID] = []
+        await _copy(conn, jobs, ids, schema)
+        return ids
+    ids = new_ids(len(jobs))
+    if plain:
+        await _copy(conn, [jobs[i] for i in plain], [ids[i] for i in plain], schema)
     # In the order of their keys, so that two bulks with the same keys wait for each other instead of
     # deadlocking. The sort is stable and ids are made above: jobs without a key stay first in, first out.
-    copied = set(plain)
     order = sorted(
-        (i for i in range(len(jobs)) if i not in copied),
-        key=lambda i: (jobs[i].job_type, jobs[i].idempotency_key or ""),
+        set(range(len(jobs))).difference(plain), key=lambda i: (jobs[i].job_type, jobs[i].idempotency_key or "", i)
     )
     for start in range(0, len(order), ROWS_PER_STATEMENT):
         await _insert_chunk(conn, jobs, ids, order[start : start + ROWS_PER_STATEMENT], schema)
     return ids
 
 
-async def _copy(
-    conn: Connection, jobs: Sequence[NewJob], ids: Sequence[UUID], plain: Sequence[int], schema: str | None
-) -> None:
-    """Copy the jobs at the indices ``plain`` in, and wake who waits for them."""
+async def _copy(conn: Connection, jobs: Sequence[NewJob], ids: list[UUID], schema: str | None) -> None:
+    """Copy jobs without a key or a time in, and wake who waits for them; ``ids`` is filled as far as it lacks some."""
 
     async def rows() -> AsyncIterator[bytes]:
-        for start in range(0, len(plain), ROWS_PER_STATEMENT):
-            chunk = plain[start : start + ROWS_PER_STATEMENT]
-            yield "".join([_copy_row(ids[i], jobs[i]) for i in chunk]).encode()
+        # While the server takes one chunk in, the next one is made.
+        for start in range(0, len(jobs), ROWS_PER_STATEMENT):
+            chunk = jobs[start : start + ROWS_PER_STATEMENT]
+            ids.extend(new_ids(max(0, start + len(chunk) - len(ids))))
+            yield "".join(map(_copy_row, ids[start : start + len(chunk)], chunk)).encode()
 
     await conn.copy_to_table(
         "jobs", schema_name=resolve_schema(schema), columns=COPY_COLUMNS, source=rows(), format="text"
     )
-    await conn.execute(fill(WAKE, schema), sorted({jobs[i].queue for i in plain}))
+    await conn.execute(fill(WAKE, schema), sorted({job.queue for job in jobs}))
 
 
 def _copy_row(job_id: UUID, job: NewJob) -> str:
     return (
-        f"{job_id.hex}\t{_escaped(job.job_type)}\t{_escaped(job.queue)}\t{job.priority}\t{_escaped(job.payload)}\t"
+        f"{job_id.int:032x}\t{_escaped(job.job_type)}\t{_escaped(job.queue)}\t{job.priority}\t{_escaped(job.payload)}\t"
         f"{job.max_attempts}\t{_escaped(job.metadata)}\t{job.critical}\n"
     )
 

@@ -10,6 +10,7 @@ outrun. In bulk an id takes 1.2 µs, against 2.4.
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 from uuid import UUID
@@ -34,14 +35,8 @@ def new_ids(count: int) -> list[UUID]:
         # In units of 1/4096 ms. A clock that was set back, or a call within the same unit, counts on from the last.
         ticks = max(time.time_ns() * 4096 // 1_000_000, _last + 1)
         _last = ticks + count - 1
-    noise = os.urandom(8 * count)
+    noise = struct.unpack(f">{count}Q", os.urandom(8 * count))
     return [
-        UUID(
-            int=(tick >> 12) << 80
-            | _VERSION
-            | (tick & 0xFFF) << 64
-            | _VARIANT
-            | int.from_bytes(noise[at : at + 8]) & _RANDOM
-        )
-        for at, tick in zip(range(0, 8 * count, 8), range(ticks, ticks + count), strict=True)
+        UUID(int=(tick >> 12) << 80 | _VERSION | (tick & 0xFFF) << 64 | _VARIANT | bits & _RANDOM)
+        for tick, bits in zip(range(ticks, ticks + count), noise, strict=True)
     ]

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -21,12 +21,13 @@ from asyncpg.transaction import Transaction
 from recado.app import JobHandler, Recado
 from recado.errors import LeaseLost, RecadoError
 from recado.queue import finishes
-from recado.queue.connections import STATEMENT_TIMEOUT, TRANSIENT, Connection, Pool, PoolConnection
+from recado.queue.connections import STATEMENT_TIMEOUT, TRANSIENT, Connection, Pool
 from recado.queue.finishes import Completion
 from recado.queue.models import ClaimedJob
 from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
 from recado.worker.events import Event, EventKind, Observer
 from recado.worker.finisher import Finisher
+from recado.worker.handover import Handover
 
 logger = logging.getLogger("recado.worker")
 
@@ -113,7 +114,7 @@ class Runner:
         observe: Observer,
     ) -> None:
         self._app = app
-        self._pool = pool
+        self._connections = Handover(pool)
         self._finisher = finisher
         self._worker_id = worker_id
         self._timeout = timeout
@@ -361,9 +362,10 @@ class Runner:
         """Run a handler that asks for ``conn``: its writes and the completion commit together or not at all."""
         job = attempt.job
         try:
-            conn = await self._pool.acquire()
+            conn = await self._connections.acquire()
         except (*TRANSIENT, asyncpg.PostgresError) as error:  # whatever the server has against connecting
             raise _Infrastructure from error
+        clean = False
         try:
             transaction = conn.transaction(isolation="read_committed")
             async with _infrastructure():
@@ -381,8 +383,11 @@ class Runner:
                 raise
             async with _infrastructure():
                 await transaction.commit()
+            clean = True
         finally:
-            await _give_back(self._pool, conn)
+            # What happened on it is over by now: should the reset fail, only the connection is lost.
+            with suppress(*TRANSIENT):
+                await self._connections.give_back(conn, clean=clean)
         self._finisher.count_completed(job, self._elapsed(attempt))
         self._observe(Event(EventKind.COMPLETED, jobs=(job.id,)))
 
@@ -458,15 +463,6 @@ async def _roll_back(conn: Connection, transaction: Transaction) -> None:
     except TRANSIENT:
         if not _is_closed(conn):
             conn.terminate()
-
-
-async def _give_back(pool: Pool, conn: PoolConnection) -> None:
-    """Return a connection to its pool. What happened on it is over by now: should the pool's reset fail, only the
-    connection is lost, which the pool sees to."""
-    try:
-        await pool.release(conn, timeout=ROLLBACK_TIMEOUT)
-    except TRANSIENT as error:
-        logger.info("a handler's connection broke on its way back into the pool: %s", type(error).__name__)
 
 
 def _is_closed(conn: Connection) -> bool:

@@ -726,3 +726,74 @@ async def test_what_was_done_is_counted_by_the_minute(
         ("a.broken", 0, 2, 2, True),
         ("a.fine", 3, 0, 0, True),
     ]
+
+
+# -- handed on
+
+
+async def test_a_connection_goes_from_one_transactional_job_to_the_next_that_waits(
+    app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    """Three jobs on one connection: it is reset by the pool once, at the end, not after each."""
+    resets = 0
+
+    class Counting(asyncpg.Connection):
+        def get_reset_query(self) -> str:
+            nonlocal resets
+            resets += 1
+            return super().get_reset_query()
+
+    @app.job("a.books")
+    async def books(payload: None, conn: asyncpg.Connection) -> int:
+        return conn.get_server_pid()
+
+    async with asyncpg.create_pool(dsn, min_size=1, max_size=1, connection_class=Counting) as pool:
+        resets = 0
+        ids = await app.enqueue_many(conn, [books.new(None)] * 3)
+        async with working(app, pool) as (_, seen):
+            await seen.until(lambda: len(seen.jobs(EventKind.COMPLETED)) == 3)
+            assert resets == 1
+    assert len({(await job_of(conn, job_id)).result for job_id in ids}) == 1
+
+
+async def test_a_connection_whose_handler_failed_is_reset_before_the_next_job_gets_it(
+    app: Recado, dsn: str, conn: asyncpg.Connection
+) -> None:
+    found = []
+
+    @app.job("a.sets", max_attempts=1)
+    async def sets(payload: bool, conn: asyncpg.Connection) -> None:
+        found.append(await conn.fetchval("SHOW search_path"))
+        await conn.execute("SET search_path = nowhere")
+        if payload:
+            await conn.execute("COMMIT")  # so that the setting outlives the rollback
+            raise ValueError
+
+    async with asyncpg.create_pool(dsn, min_size=1, max_size=1) as pool:
+        await app.enqueue_many(conn, [sets.new(True), sets.new(True)])
+        async with working(app, pool) as (_, seen):
+            await seen.until(lambda: len(seen.jobs(EventKind.DIED)) == 2)
+    assert found[0] == found[1]
+
+
+async def test_whoever_else_wants_a_connection_of_the_pool_gets_one_under_a_backlog(
+    app: Recado, dsn: str, conn: asyncpg.Connection
+) -> None:
+    served = asyncio.Event()
+    done = 0
+
+    @app.job("a.books")
+    async def books(payload: None, conn: asyncpg.Connection) -> None:
+        nonlocal done
+        done += 1
+        if not served.is_set():
+            await app.enqueue(conn, "a.books", None)  # a backlog without end, until the service was served
+
+    async with asyncpg.create_pool(dsn, min_size=1, max_size=1) as pool:
+        await app.enqueue_many(conn, [books.new(None)] * 20)
+        async with working(app, pool) as (_, seen):
+            await seen.until(lambda: done > 20)
+            async with asyncio.timeout(20):
+                assert await pool.fetchval("SELECT 1") == 1
+            served.set()
+            await seen.until(lambda: len(seen.jobs(EventKind.COMPLETED)) >= done)
