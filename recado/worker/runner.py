@@ -7,11 +7,12 @@ import contextvars
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
+from types import TracebackType
 from typing import Any
 from uuid import UUID
 
@@ -368,20 +369,20 @@ class Runner:
         clean = False
         try:
             transaction = conn.transaction(isolation="read_committed")
-            async with _infrastructure():
+            with _infrastructure(conn):
                 await transaction.start()
             try:
                 value = await self._call(attempt, handler, conn)
                 _check_transaction(conn)
                 completion = Completion(job.id, job.fence, result_of(job, value))
                 attempt.settling = True
-                async with _infrastructure():
+                with _infrastructure(conn):
                     if not await finishes.complete_one(conn, self._worker_id, completion, schema=self._app.schema):
                         raise LeaseLost(f"job {job.id} was taken over or cancelled: its writes are rolled back")
             except BaseException:
                 await _roll_back(conn, transaction)
                 raise
-            async with _infrastructure():
+            with _infrastructure(conn):
                 await transaction.commit()
             clean = True
         finally:
@@ -424,15 +425,23 @@ class _Infrastructure(Exception):
     """The database failed around a transactional handler, not in it; its cause says how."""
 
 
-@asynccontextmanager
-async def _infrastructure() -> AsyncIterator[None]:
-    """Around recado's own statements on a handler's connection: they fail for the database's reasons, and a
-    half-open socket must not keep the slot."""
-    try:
-        async with asyncio.timeout(STATEMENT_TIMEOUT):
-            yield
-    except TRANSIENT as error:
-        raise _Infrastructure from error
+class _infrastructure:
+    """Around recado's own statements on a handler's connection: they fail for the database's reasons, and a half-open
+    socket must not keep the slot, so that a connection that does not answer is closed. (A class and a timer:
+    asyncio.timeout in a generator's context manager, three times a job, took an eighth of the client's time.)"""
+
+    __slots__ = ("_conn", "_timer")
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(STATEMENT_TIMEOUT, _close, self._conn)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._timer.cancel()
+        if isinstance(error, TRANSIENT):
+            raise _Infrastructure from error
 
 
 def _check_transaction(conn: Connection) -> None:
@@ -461,8 +470,12 @@ async def _roll_back(conn: Connection, transaction: Transaction) -> None:
         async with asyncio.timeout(ROLLBACK_TIMEOUT):
             await transaction.rollback()
     except TRANSIENT:
-        if not _is_closed(conn):
-            conn.terminate()
+        _close(conn)
+
+
+def _close(conn: Connection) -> None:
+    if not _is_closed(conn):
+        conn.terminate()
 
 
 def _is_closed(conn: Connection) -> bool:
