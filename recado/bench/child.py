@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 from recado.bench import bare, ours
@@ -63,24 +63,34 @@ class Channel:
         sys.stdout.flush()
 
 
+@asynccontextmanager
+async def _channel() -> AsyncIterator[Channel]:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    try:
+        yield Channel(reader)
+    finally:
+        transport.close()
+
+
 async def main() -> None:
     """Do one task."""
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    channel = Channel(reader)
-    task = TASK.validate_json(await channel.receive())
-    meter = Meter()
-    async with ROLES[task.role](task, meter) as work:
-        channel.send("ready")
-        await channel.receive()
-        meter.begin()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work()), group.create_task(_tell_progress(channel, meter))]
+    async with _channel() as channel:
+        task = TASK.validate_json(await channel.receive())
+        meter = Meter()
+        async with ROLES[task.role](task, meter) as work:
+            channel.send("ready")
             await channel.receive()
-            meter.end()
-            for running in tasks:
-                running.cancel()
-    channel.send("report", REPORT.dump_python(meter.report, mode="json"))
+            meter.begin()
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(work()), group.create_task(_tell_progress(channel, meter))]
+                await channel.receive()
+                meter.end()
+                for running in tasks:
+                    running.cancel()
+        channel.send("report", REPORT.dump_python(meter.report, mode="json"))
 
 
 async def _tell_progress(channel: Channel, meter: Meter) -> None:

@@ -91,7 +91,7 @@ def _batch(reports: Sequence[Report]) -> float:
 def _waits(crew: Sequence[Report], feeders: Sequence[Report]) -> list[float]:
     begun = {n: at for report in crew for n, at in report.begun.items()}
     sent = {n: at for report in feeders for n, at in report.sent.items()}
-    waits = [1000 * (at - sent[n]) for n, at in sorted(begun.items(), key=lambda item: item[1])]
+    waits = [1000 * (begun[n] - sent[n]) for n in sorted(begun)]
     return waits[min(WARM_UP, len(waits) // 2) :]
 
 

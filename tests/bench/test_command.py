@@ -50,12 +50,12 @@ async def schemas(conn: asyncpg.Connection) -> list[str]:
 
 
 async def test_all_scenarios_measure_both_sides_and_leave_nothing_behind(dsn: str, conn: asyncpg.Connection) -> None:
-    found = figures(await bench("all", "--jobs", 60, "--repeat", 1, "--dsn", dsn, "--json"))
+    found = figures(await bench("all", "--jobs", 40, "--repeat", 1, "--dsn", dsn, "--json"))
     assert found["scenario"] == "all"
     assert [each["scenario"] for each in found["scenarios"]] == list(SCENARIOS)
     for each in found["scenarios"]:
         name = each["scenario"]
-        assert (each["jobs"], each["repeat"], each["workers"]) == (60, 1, 1), name
+        assert (each["jobs"], each["repeat"], each["workers"]) == (40, 1, 1), name
         for key in ("rate", "bare_rate", "ratio", "client_cpu_us", "bare_client_cpu_us", "peak_rss_mb"):
             assert isinstance(each[key], float), (name, key)
             assert each[key] > 0, (name, key)
@@ -78,13 +78,13 @@ async def test_all_scenarios_measure_both_sides_and_leave_nothing_behind(dsn: st
 
 
 async def test_workers_share_the_jobs_and_a_table_is_printed_for_people(dsn: str, conn: asyncpg.Connection) -> None:
-    options = ("--jobs", 101, "--workers", 2, "--concurrency", 3, "--work-ms", 1, "--repeat", 2)
+    options = ("--jobs", 101, "--workers", 2, "--concurrency", 3, "--work-ms", 1, "--repeat", 1)
     result = await bench("transactional", *options, "--dsn", dsn)
     assert result.code == 0, result.err
     header, row, *_ = result.out.splitlines()
     assert header.split()[:4] == ["scenario", "recado", "bare", "ratio"]
     assert row.startswith("transactional")
-    assert "PostgreSQL" in result.out or "server_version" in result.out
+    assert "server_version" in result.out
     assert result.err == ""
     assert await schemas(conn) == []
 
@@ -98,18 +98,13 @@ async def test_a_schema_that_exists_is_left_alone(dsn: str, conn: asyncpg.Connec
     assert await conn.fetchval(f"SELECT count(*) FROM {SCHEMA}.precious") == 0
 
 
-async def test_a_server_of_its_own_is_gone_afterwards(tmp_path: Path) -> None:
-    found = figures(
-        await bench("enqueue", "--jobs", 10, "--connections", 2, "--repeat", 1, "--json", TMPDIR=str(tmp_path))
-    )
-    assert (found["jobs"], found["connections"]) == (10, 2)
+async def test_without_a_url_it_starts_a_server_of_its_own_that_is_gone_afterwards(tmp_path: Path) -> None:
+    environment = {"RECADO_DSN": "postgresql://127.0.0.1:1/x", "RECADO_SCHEMA": "elsewhere", "TMPDIR": str(tmp_path)}
+    result = await bench("enqueue", "--jobs", 10, "--connections", 2, "--repeat", 2, "--json", **environment)
+    found = figures(result)
+    assert (found["jobs"], found["connections"], found["repeat"]) == (10, 2, 2)
     assert (found["server"]["fsync"], found["server"]["synchronous_commit"]) == ("on", "on")
-    assert list(tmp_path.iterdir()) == []
-
-
-async def test_the_users_own_database_is_used_only_when_it_is_named(tmp_path: Path) -> None:
-    nowhere = {"RECADO_DSN": "postgresql://127.0.0.1:1/x", "RECADO_SCHEMA": "elsewhere", "TMPDIR": str(tmp_path)}
-    assert figures(await bench("enqueue-many", "--jobs", 10, "--repeat", 1, "--json", **nowhere))["jobs"] == 10
+    assert os.listdir(tmp_path) == []
 
 
 async def test_a_database_out_of_reach_is_one_sentence() -> None:
