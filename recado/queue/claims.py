@@ -115,7 +115,7 @@ async def claim(
         The jobs, most urgent first; within a priority in the order of ``run_at`` and ``id``.
     """
     rows = await conn.fetch(fill(CLAIM, schema), worker_id, queue, limit, *floors)
-    jobs = [ClaimedJob(*row) for row in rows]
+    jobs = list(map(ClaimedJob._make, rows))
     if len(jobs) > 1:
         jobs.sort(key=_claim_order)
     return jobs

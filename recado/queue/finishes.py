@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from uuid import UUID
 
 from recado.queue.connections import Connection
@@ -28,13 +29,12 @@ from recado.queue.models import JobStatus
 from recado.queue.statements import WOKEN, fill
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """An attempt that ended well. ``result`` is a JSON text."""
 
     id: UUID
     fence: int
-    result: str | None = field(default=None, repr=False)
+    result: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
