@@ -146,7 +146,6 @@ async def test_what_was_not_notified_because_the_worker_was_sated_wakes_it_when_
         for way, other in others.items():
             await seen.seen(EventKind.HUNGRY)
             await asleep(seen)
-            assert runs.missing(wanted[way]) == len(wanted[way] - runs.number)
             await other.execute("COMMIT")
             await runs.until(wanted[way])
 
@@ -161,14 +160,13 @@ async def test_a_load_that_comes_and_goes_is_told_enqueuers_once_a_second_at_mos
             await runs.until(Counter(await app.enqueue_many(conn, [app.new("a.works", 0.001)] * 60)))
             await asleep(seen)
         assert 1 <= seen.count(EventKind.SATED) <= 1 + (time.monotonic() - began)
-        print(seen.count(EventKind.SATED), time.monotonic() - began)
 
 
 # --- all at once ---
 
 SEEDS = range(30)
 
-STEPS = 16
+STEPS = 14
 """Of one interleaving, before it comes to its end."""
 
 TRANSACTIONS = 4
@@ -237,7 +235,7 @@ class Interleaving:
 
     async def saturate(self) -> None:
         """Claims come back full for a while, and whoever enqueues meanwhile need not notify."""
-        number = self._random.randrange(20, 200)
+        number = self._random.randrange(20, 100)
         self.wanted.update(await self._app.enqueue_many(self._conn, [self._app.new("a.works", 0.001)] * number))
         await self.let_pass()
         await self.add()
