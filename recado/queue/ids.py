@@ -25,18 +25,28 @@ _last = 0
 
 def new_id() -> UUID:
     """One UUIDv7, later in order than all that this process made before."""
-    return new_ids(1)[0]
+    tick = _take(1)
+    return UUID(int=_uuid7(tick, int.from_bytes(os.urandom(8))))
 
 
 def new_ids(count: int) -> list[UUID]:
     """``count`` UUIDv7 in ascending order, each later than all that this process made before."""
+    first = _take(count)
+    noise = struct.unpack(f">{count}Q", os.urandom(8 * count))
+    return [UUID(int=_uuid7(tick, bits)) for tick, bits in zip(range(first, first + count), noise, strict=True)]
+
+
+def _take(count: int) -> int:
+    """The first of ``count`` ticks that nobody else gets. A clock that was set back, or a call within the same tick,
+    counts on from the last."""
     global _last
     with _lock:  # services enqueue from threads, too
-        # In units of 1/4096 ms. A clock that was set back, or a call within the same unit, counts on from the last.
-        ticks = max(time.time_ns() * 4096 // 1_000_000, _last + 1)
-        _last = ticks + count - 1
-    noise = struct.unpack(f">{count}Q", os.urandom(8 * count))
-    return [
-        UUID(int=(tick >> 12) << 80 | _VERSION | (tick & 0xFFF) << 64 | _VARIANT | bits & _RANDOM)
-        for tick, bits in zip(range(ticks, ticks + count), noise, strict=True)
-    ]
+        first = max(time.time_ns() * 4096 // 1_000_000, _last + 1)
+        _last = first + count - 1
+    return first
+
+
+def _uuid7(tick: int, bits: int) -> int:
+    """The number behind a UUID: 48 bits of milliseconds, the version, 12 bits of their fraction, the variant, 62
+    random bits."""
+    return (tick >> 12) << 80 | _VERSION | (tick & 0xFFF) << 64 | _VARIANT | bits & _RANDOM
