@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from recado.queue.connections import Connection
 from recado.queue.enqueue import INSERT
 from recado.queue.finishes import COMPLETE, COMPLETE_ONE, Failure, fail
 from recado.queue.ids import new_id
+from recado.queue.leases import DEFAULT_LEASE
 from recado.queue.models import DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE
 from recado.queue.statements import fill, wake_channel
 from recado.queue.workers import WorkerInfo, beat
@@ -172,7 +172,8 @@ async def listen(task: Task, meter: Meter) -> AsyncIterator[Work]:
             while True:
                 await woken.wait()
                 woken.clear()
-                jobs = await claiming.fetch(claim, worker_id, DEFAULT_QUEUE, task.batch, *floors)
+                # As many as a worker has slots: two notifications may well be heard as one.
+                jobs = await claiming.fetch(claim, worker_id, DEFAULT_QUEUE, task.options.concurrency, *floors)
                 now = time.monotonic()
                 begun.update((json.loads(job[PAYLOAD])["n"], now) for job in jobs)
                 if jobs:
@@ -184,7 +185,7 @@ async def listen(task: Task, meter: Meter) -> AsyncIterator[Work]:
 
 
 def _hungry(worker_id: UUID, queues: tuple[str, ...]) -> WorkerInfo:
-    return WorkerInfo(worker_id, socket.gethostname(), os.getpid(), VERSION, queues, 1, 300.0, set(queues))
+    return WorkerInfo(worker_id, "bench", os.getpid(), VERSION, queues, 1, DEFAULT_LEASE, set(queues))
 
 
 # --- insert ---

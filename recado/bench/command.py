@@ -25,9 +25,11 @@ from recado.worker.worker import DEFAULT_SLOTS
 
 ALL = "all"
 
+_ABOUT = ",\n\n".join(f"{each.name} ({each.about})" for each in SCENARIOS.values())
+
 
 def bench(
-    scenario: Annotated[str, typer.Argument(metavar="SCENARIO", help=", ".join([*SCENARIOS, ALL]))],
+    scenario: Annotated[str, typer.Argument(metavar="SCENARIO", help=f"{_ABOUT}, or {ALL} of them.")],
     jobs: Annotated[int | None, typer.Option(min=1, help="How many; else what takes a few seconds.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Slots of each worker for each queue.")] = DEFAULT_SLOTS,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
@@ -43,8 +45,8 @@ def bench(
 ) -> None:
     """Measure the queue here, beside the bare statements that it is made of.
 
-    Every scenario runs on an empty queue of its own, in turns with the same SQL statements without workers and
-    handlers: that is the limit. Nothing stays behind.
+    Each scenario is run in turns with the same SQL statements alone, without workers and handlers: that is the limit.
+    Nothing stays behind.
     """
     chosen = _chosen(scenario)
     options = {

@@ -11,6 +11,11 @@ from rich.text import Text
 
 Figures: TypeAlias = Mapping[str, Any]
 
+LEGEND = (
+    "Medians; bare: the same statements alone. The ratio is recado's figure to the bare one, "
+    "for pinned the last fifth's rate to the first's."
+)
+
 CELLS = ("scenario", "recado", "bare", "ratio", "min to max", "CPU a job", "memory")
 
 
@@ -23,6 +28,7 @@ def print_report(console: Console, results: Sequence[Figures], machine: Figures,
         for row in _rows(figures):
             table.add_row(*row)
     console.print(table)
+    console.print(LEGEND, style="dim")
     console.print()
     for title, facts in (("machine", machine), ("server", server)):
         line = Text(f"{title}: ", "bold").append(", ".join(f"{name} {value}" for name, value in facts.items()), "none")

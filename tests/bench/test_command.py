@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,15 @@ import recado
 from recado.bench.options import SCHEMA
 from recado.bench.scenarios import SCENARIOS
 
+PATIENCE = 60.0
+"""Seconds until what should have come is taken for missing; nothing waits for it where all is well."""
+
+AT_WORK = """
+SELECT EXISTS (SELECT FROM pg_stat_activity
+               WHERE datname = current_database() AND application_name = 'recado finisher' AND query LIKE '%UPDATE%')
+"""
+"""Whether a worker has completed a job."""
+
 
 class Result(NamedTuple):
     code: int
@@ -23,16 +33,21 @@ class Result(NamedTuple):
     err: str
 
 
-async def bench(*args: object, **environment: str) -> Result:
+async def start(*args: object, **environment: str) -> asyncio.subprocess.Process:
     """``python -m recado.bench`` with ``args``."""
     paths = {"PYTHONPATH": str(Path(recado.__file__).parent.parent), "PYTHONWARNINGS": "error"}
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "recado.bench", *map(str, args)),
         env=os.environ | paths | environment,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+
+
+async def bench(*args: object, **environment: str) -> Result:
+    """The same, to its end."""
+    process = await start(*args, **environment)
     out, err = await process.communicate()
     assert process.returncode is not None
     return Result(process.returncode, out.decode(), err.decode())
@@ -89,6 +104,22 @@ async def test_workers_share_the_jobs_and_a_table_is_printed_for_people(dsn: str
     assert await schemas(conn) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it_and_nothing_stays_behind(
+    number: signal.Signals, dsn: str, conn: asyncpg.Connection
+) -> None:
+    process = await start("latency", "--jobs", 100_000, "--dsn", dsn)
+    async with asyncio.timeout(PATIENCE):
+        # The server has no signal for what its clients do but this view.
+        while not await conn.fetchval(AT_WORK):
+            pass
+    process.send_signal(number)
+    out, err = await process.communicate()
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in err
+    assert await schemas(conn) == []
+
+
 async def test_a_schema_that_exists_is_left_alone(dsn: str, conn: asyncpg.Connection) -> None:
     await conn.execute(f"CREATE SCHEMA {SCHEMA} CREATE TABLE precious ()")
     result = await bench("drain", "--jobs", 10, "--dsn", dsn, "--json")
@@ -100,9 +131,9 @@ async def test_a_schema_that_exists_is_left_alone(dsn: str, conn: asyncpg.Connec
 
 async def test_without_a_url_it_starts_a_server_of_its_own_that_is_gone_afterwards(tmp_path: Path) -> None:
     environment = {"RECADO_DSN": "postgresql://127.0.0.1:1/x", "RECADO_SCHEMA": "elsewhere", "TMPDIR": str(tmp_path)}
-    result = await bench("enqueue", "--jobs", 10, "--connections", 2, "--repeat", 2, "--json", **environment)
+    result = await bench("enqueue", "--jobs", 10, "--connections", 2, "--repeat", 1, "--json", **environment)
     found = figures(result)
-    assert (found["jobs"], found["connections"], found["repeat"]) == (10, 2, 2)
+    assert (found["jobs"], found["connections"], found["repeat"]) == (10, 2, 1)
     assert (found["server"]["fsync"], found["server"]["synchronous_commit"]) == ("on", "on")
     assert os.listdir(tmp_path) == []
 

