@@ -51,7 +51,7 @@ from uuid6 import uuid7
 
 from recado.app import Recado
 from recado.queue import list_jobs, migrate
-from recado.queue.claims import PRIORITIES, claim
+from recado.queue.claims import NO_FLOORS, claim
 from recado.queue.connections import Connection
 from recado.queue.finishes import Completion, Release, complete_one, fail, release
 from recado.queue.models import ClaimedJob, Job, JobStatus
@@ -187,8 +187,6 @@ async def assert_enqueued(
     there = ", ".join(f"{job.payload!r} in {job.queue!r}" for job in jobs) or "none at all"
     raise AssertionError(f"expected a pending job {job_type!r}{wanted}{where}, got {there}")
 
-
-NO_FLOORS = (None,) * len(PRIORITIES)
 
 LOOKED_AT = 1_000
 """Jobs that are looked through at most: more than a test enqueues."""

@@ -13,6 +13,9 @@ from recado.queue.statements import WOKEN, fill
 PRIORITIES = range(4)
 """0, most urgent, to 3: one lane of the claim for each."""
 
+NO_FLOORS: Sequence[datetime | None] = (None,) * len(PRIORITIES)
+"""Looks at all of every lane."""
+
 _LANE = """
         SELECT ctid FROM (
             SELECT ctid FROM {schema}.jobs
@@ -63,6 +66,7 @@ LOOK = (
         f"""
     (SELECT run_at FROM {{schema}}.jobs
      WHERE status = 'pending' AND queue = $1 AND priority = {priority}
+       AND run_at >= coalesce(${2 + priority}, '-infinity'::timestamptz)
      ORDER BY run_at, id LIMIT 1)
     """
         for priority in PRIORITIES
@@ -72,6 +76,16 @@ WHERE NOT EXISTS (SELECT FROM {schema}.queues WHERE name = $1 AND paused_at IS N
 )
 """Seconds until the first pending job is due, from four reads of the claim's own index. What an idle worker
 asks instead of claiming: it writes nothing, locks nothing, and says for how long to sleep."""
+
+FIRST_PENDING = "SELECT " + ", ".join(
+    f"""
+    (SELECT run_at FROM {{schema}}.jobs
+     WHERE status = 'pending' AND queue = $1 AND priority = {priority} AND run_at <= now()
+     ORDER BY run_at, id LIMIT 1)"""
+    for priority in PRIORITIES
+)
+"""Where each lane really begins. With an old snapshot open it walks over all that was claimed before: of 250,000 jobs
+in 170 ms, which a claim would have to wait for; so it is asked on a connection beside the claims'."""
 
 RELEASE_STRAYS = (
     """
@@ -125,11 +139,19 @@ def _claim_order(job: ClaimedJob) -> tuple[int, datetime, UUID]:
     return job.priority, job.run_at, job.id
 
 
-async def look(conn: Connection, queue: str, *, schema: str | None = None) -> float | None:
-    """Seconds until the first pending job of ``queue`` is due; negative when it is, ``None`` when there is none
-    or the queue is paused."""
-    seconds: float | None = await conn.fetchval(fill(LOOK, schema), queue)
+async def look(
+    conn: Connection, queue: str, floors: Sequence[datetime | None] = NO_FLOORS, *, schema: str | None = None
+) -> float | None:
+    """Seconds until the first pending job of ``queue`` from ``floors`` on is due; negative when it is, ``None`` when
+    there is none or the queue is paused."""
+    seconds: float | None = await conn.fetchval(fill(LOOK, schema), queue, *floors)
     return seconds
+
+
+async def first_pending(conn: Connection, queue: str, *, schema: str | None = None) -> Sequence[datetime | None]:
+    """For each priority the earliest ``run_at`` of the jobs of ``queue`` that are due."""
+    row = await conn.fetchrow(fill(FIRST_PENDING, schema), queue)
+    return tuple(row) if row is not None else (None,) * len(PRIORITIES)
 
 
 async def release_strays(

@@ -40,6 +40,9 @@ SWEEP_SHARE = 20
 """A sweep waits for twenty times as long as the last one took: no more than 5 % of the time goes into them, however
 many dead rows an old snapshot keeps in their way."""
 
+DEAR_SWEEP = 0.01
+"""Seconds: a sweep that takes longer is not a claim's any more, but is made beside the claims."""
+
 LONGEST_SHY = 0.1
 """Seconds; the most by which a worker that was beaten to a job holds back at the next notification."""
 
@@ -55,6 +58,7 @@ class Claimer:
         self,
         queue: str,
         link: Link,
+        aside: Link,
         runner: Runner,
         finisher: Finisher,
         hunger: Hunger,
@@ -66,6 +70,8 @@ class Claimer:
     ) -> None:
         self._queue = queue
         self._link = link
+        self._aside = aside
+        self._sweep_wanted = asyncio.Event()
         self._runner = runner
         self._finisher = finisher
         self._hunger = hunger
@@ -97,6 +103,12 @@ class Claimer:
 
     async def run(self) -> None:
         """Claim until :meth:`stop` was called."""
+        async with asyncio.TaskGroup() as group:
+            sweeping = group.create_task(self._sweep_aside())
+            await self._claim_on()
+            sweeping.cancel()
+
+    async def _claim_on(self) -> None:
         waits = Waits()
         while not self._stopping:
             room = await self._runner.room(self._queue)
@@ -142,11 +154,10 @@ class Claimer:
         async with self._connection() as conn:
             began = time.monotonic()
             sweep = self._may_sweep(began)
-            floors = [None] * len(self._floors) if sweep else self._floors
+            floors = claims.NO_FLOORS if sweep else self._floors
             jobs = await claims.claim(conn, self._worker_id, self._queue, limit, floors, schema=self._schema)
             if sweep:
-                self._swept_at = time.monotonic()
-                self._sweep_took = self._swept_at - began
+                self._count_sweep(began)
             # Still holding the connection: whoever asks next for strays has to find these among what is held.
             self._runner.submit(self._queue, jobs)
         for job in jobs:  # in the order of run_at: the last of a priority is its new floor, also where it goes back
@@ -161,9 +172,38 @@ class Claimer:
 
     def _may_sweep(self, now: float) -> bool:
         """Whether this claim goes without floors: always on an empty queue, where that costs nothing, now and
-        then under a backlog, and never more often than its share of the time allows."""
+        then under a backlog, and never more often than its share of the time allows. Once that is dear, none does:
+        the sweep is made aside, and the claims go on meanwhile."""
         since = now - self._swept_at
-        return since >= self._sweep_took * SWEEP_SHARE and (not self._backlog or since >= SWEEP_INTERVAL)
+        if since < self._sweep_took * SWEEP_SHARE or (self._backlog and since < SWEEP_INTERVAL):
+            return False
+        if self._sweep_took > DEAR_SWEEP:
+            self._sweep_wanted.set()
+            return False
+        return True
+
+    def _count_sweep(self, began: float) -> None:
+        self._swept_at = time.monotonic()
+        self._sweep_took = self._swept_at - began
+
+    async def _sweep_aside(self) -> None:
+        """Look where the lanes begin, whenever a claim would have wanted to know, and set the floors back there."""
+        while True:
+            await self._sweep_wanted.wait()
+            began = time.monotonic()
+            try:
+                async with self._aside.connection() as conn:
+                    firsts = await claims.first_pending(conn, self._queue, schema=self._schema)
+            except (*TRANSIENT, asyncpg.PostgresError) as error:
+                logger.warning("cannot sweep %s: %s; trying again", self._queue, type(error).__name__)
+                firsts = ()
+            self._count_sweep(began)
+            self._sweep_wanted.clear()
+            for priority, first in enumerate(firsts):
+                floor = self._floors[priority]
+                if first is not None and floor is not None and first < floor:
+                    self._floors[priority] = first
+                    self._wakeup.set()
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
@@ -216,7 +256,9 @@ class Claimer:
             began = time.monotonic()
             if self._watch is not None and self._watch.over(*await workers.horizon(conn)):
                 self._watch = None
-            due = await claims.look(conn, self._queue, schema=self._schema)
+            self._may_sweep(began)  # with an idle queue, nobody else asks
+            floors = self._floors if self._sweep_took > DEAR_SWEEP else claims.NO_FLOORS
+            due = await claims.look(conn, self._queue, floors, schema=self._schema)
             self._look_took = time.monotonic() - began
         if due is None or due > 0:
             self._observe(Event(EventKind.LOOKED, self._queue))

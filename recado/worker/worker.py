@@ -169,7 +169,7 @@ class Worker:
                 waits for it.
         """
         async with AsyncExitStack() as stack:
-            links = {role: Link(self._connector, role) for role in ("claims", "finisher", "upkeep")}
+            links = {role: Link(self._connector, role) for role in ("claims", "sweeps", "finisher", "upkeep")}
             for link in links.values():
                 stack.push_async_callback(link.close)
             async with links["claims"].connection() as conn:
@@ -204,6 +204,7 @@ class Worker:
             queue: Claimer(
                 queue,
                 links["claims"],
+                links["sweeps"],
                 runner,
                 finisher,
                 hunger,

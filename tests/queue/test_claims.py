@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from recado import Recado
-from recado.queue.claims import claim, look, release_strays
+from recado.queue.claims import claim, first_pending, look, release_strays
 from recado.queue.locks import try_upkeep_lock
 from tests.worker.support import Connect
 
@@ -144,3 +144,19 @@ async def test_strays_are_what_the_table_says_a_worker_has_and_the_worker_has_no
     rows = await conn.fetch(f"SELECT status FROM {schema}.jobs ORDER BY id")
     assert [row[0] for row in rows] == ["running", "pending", "running", "pending"]
     assert len(ids) == 4
+
+
+async def test_where_the_lanes_begin_is_told_for_each_priority(app: Recado, conn: asyncpg.Connection) -> None:
+    past = datetime.now(UTC) - timedelta(minutes=1)
+    await add(app, conn, run_at=past, priority=2)
+    await add(app, conn, run_at=past + timedelta(seconds=1), priority=2)
+    await add(app, conn, run_at=datetime.now(UTC) + timedelta(hours=1), priority=0)
+    assert await first_pending(conn, "default") == (None, None, past, None)
+
+
+async def test_a_look_with_floors_sees_nothing_below_them(app: Recado, conn: asyncpg.Connection) -> None:
+    past = datetime.now(UTC) - timedelta(minutes=1)
+    await add(app, conn, run_at=past)
+    floor = past + timedelta(seconds=1)
+    assert await look(conn, "default", [None, floor, None, None]) is None
+    assert await look(conn, "default", [floor, past, None, None]) is not None

@@ -393,7 +393,7 @@ async def test_what_is_scheduled_completed_or_dead_costs_a_claim_nothing(
 
     async def costs() -> tuple[int, int]:
         claim = await blocks(conn, schema, claims.CLAIM, uuid4(), "default", 500, None, None, None, None)
-        return claim, await blocks(conn, schema, claims.LOOK, "default")
+        return claim, await blocks(conn, schema, claims.LOOK, "default", *claims.NO_FLOORS)
 
     await put("pending", timedelta(hours=-1), ready)
     claim, look = await costs()

@@ -295,3 +295,32 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield plan
     for child in plan.get("Plans", []):
         yield from nodes(child)
+
+
+@pytest.mark.parametrize("hides", [committed_late, retried, given_back, taken_over], ids=lambda hides: hides.__name__)
+async def test_a_dear_sweep_is_made_beside_the_claims_and_finds_the_same(
+    line: Line, database: Database, sweep_every: Sweeps, hides: Hides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From here on every sweep counts as dear: no claim goes without floors, so what lies below is found aside."""
+    async with AsyncExitStack() as stack:
+        async with hides(database) as hidden:
+            backlog = await line.app.enqueue_many(database.conn, [line.job.new(None)] * BACKLOG)
+            await stack.enter_async_context(working(line.app, database.dsn, queues=ONE_SLOT, grace=0))
+            await line.until_begun(1)
+        monkeypatch.setattr(claimer, "DEAR_SWEEP", -1.0)
+        assert await line.go_on(3) == backlog[1:4]
+        found = asyncio.Event()
+        first_pending = claims.first_pending
+
+        async def told(*args: Any, **kwargs: Any) -> Sequence[datetime | None]:
+            firsts = await first_pending(*args, **kwargs)
+            found.set()
+            return firsts
+
+        monkeypatch.setattr(claims, "first_pending", told)
+        sweep_every(0)
+        [following] = await line.go_on(1)  # this claim only asks for the sweep
+        assert following == backlog[4]
+        async with asyncio.timeout(PATIENCE):
+            await found.wait()
+        assert await line.go_on(1) == [hidden]
