@@ -309,18 +309,17 @@ async def test_a_dear_sweep_is_made_beside_the_claims_and_finds_the_same(
             await line.until_begun(1)
         monkeypatch.setattr(claimer, "DEAR_SWEEP", -1.0)
         assert await line.go_on(3) == backlog[1:4]
-        found = asyncio.Event()
-        first_pending = claims.first_pending
+        swept = asyncio.Event()
+        count_sweep = claimer.Claimer._count_sweep
 
-        async def told(*args: Any, **kwargs: Any) -> Sequence[datetime | None]:
-            firsts = await first_pending(*args, **kwargs)
-            found.set()
-            return firsts
+        def told(self: claimer.Claimer, began: float) -> None:
+            count_sweep(self, began)
+            swept.set()  # whoever waits for it goes on when this step of the sweep is over, floors included
 
-        monkeypatch.setattr(claims, "first_pending", told)
+        monkeypatch.setattr(claimer.Claimer, "_count_sweep", told)
         sweep_every(0)
         [following] = await line.go_on(1)  # this claim only asks for the sweep
         assert following == backlog[4]
         async with asyncio.timeout(PATIENCE):
-            await found.wait()
+            await swept.wait()
         assert await line.go_on(1) == [hidden]
