@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from uuid import UUID
@@ -82,6 +82,7 @@ class Claimer:
         self._wakeup = asyncio.Event()
         self._stopping = False
         self._floors: list[datetime | None] = [None] * len(claims.PRIORITIES)
+        self._firsts: Sequence[datetime | None] = ()
         self._swept_at = self._sweep_took = 0.0
         self._backlog = False
         self._full_since: float | None = None
@@ -153,6 +154,7 @@ class Claimer:
     async def _claim(self, limit: int) -> list[ClaimedJob]:
         async with self._connection() as conn:
             began = time.monotonic()
+            self._set_back_floors()
             sweep = self._may_sweep(began)
             floors = claims.NO_FLOORS if sweep else self._floors
             jobs = await claims.claim(conn, self._worker_id, self._queue, limit, floors, schema=self._schema)
@@ -187,7 +189,7 @@ class Claimer:
         self._sweep_took = self._swept_at - began
 
     async def _sweep_aside(self) -> None:
-        """Look where the lanes begin, whenever a claim would have wanted to know, and set the floors back there."""
+        """Look where the lanes begin, whenever a claim would have wanted to know."""
         while True:
             await self._sweep_wanted.wait()
             began = time.monotonic()
@@ -199,11 +201,18 @@ class Claimer:
                 firsts = ()
             self._count_sweep(began)
             self._sweep_wanted.clear()
-            for priority, first in enumerate(firsts):
-                floor = self._floors[priority]
-                if first is not None and floor is not None and first < floor:
-                    self._floors[priority] = first
-                    self._wakeup.set()
+            self._firsts = firsts
+            if any(firsts):
+                self._wakeup.set()  # for a claim that takes it in
+
+    def _set_back_floors(self) -> None:
+        """Take in what a sweep has found aside. Between two claims: one that was under way meanwhile sets the floors
+        to what it took, and would undo it."""
+        for priority, first in enumerate(self._firsts):
+            floor = self._floors[priority]
+            if first is not None and floor is not None and first < floor:
+                self._floors[priority] = first
+        self._firsts = ()
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
