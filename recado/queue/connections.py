@@ -38,6 +38,7 @@ TRANSIENT = (
     asyncpg.ReadOnlySQLTransactionError,  # 25006: the primary became a standby under our feet
     asyncpg.InvalidCachedStatementError,  # a migration changed the table under a prepared statement
     asyncpg.InterfaceError,  # the driver knows that the connection is closed
+    asyncpg.InternalClientError,  # the server said farewell, and the driver has yet to see the connection's end
     OSError,
     TimeoutError,
 )

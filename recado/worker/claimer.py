@@ -89,9 +89,13 @@ class Claimer:
         self._watch: Watch | None = Watch()  # registered hungry, but enqueuers may have looked before
         self._look_took = 0.0
         self._shy = 0.0
+        self._took = False
+        """The last claim took something."""
         self._beaten = False
         """The coming claim was notified: should it find nothing, another worker was faster."""
         self._connects = 0
+        self._owes_sweep = False
+        """A claim or a look left out what lies below the floors, and no sweep has begun since."""
 
     def wake(self) -> None:
         """There may be work: a notification, or a listener that may have missed one."""
@@ -156,6 +160,7 @@ class Claimer:
             began = time.monotonic()
             self._set_back_floors()
             sweep = self._may_sweep(began)
+            self._owes_sweep = not sweep
             floors = claims.NO_FLOORS if sweep else self._floors
             jobs = await claims.claim(conn, self._worker_id, self._queue, limit, floors, schema=self._schema)
             if sweep:
@@ -164,6 +169,7 @@ class Claimer:
             self._runner.submit(self._queue, jobs)
         for job in jobs:  # in the order of run_at: the last of a priority is its new floor, also where it goes back
             self._floors[job.priority] = job.run_at
+        self._took = bool(jobs)
         if jobs:
             self._shy = 0.0
             self._observe(Event(EventKind.CLAIMED, self._queue, tuple(job.id for job in jobs)))
@@ -192,6 +198,7 @@ class Claimer:
         """Look where the lanes begin, whenever a claim would have wanted to know."""
         while True:
             await self._sweep_wanted.wait()
+            self._owes_sweep = False
             began = time.monotonic()
             try:
                 async with self._aside.connection() as conn:
@@ -234,7 +241,7 @@ class Claimer:
     async def _sleep(self) -> None:
         """Sleep until a claim is worth while."""
         # A notification that came while the last claim was under way is often for what that claim took.
-        echo = self._wakeup.is_set()
+        echo = self._took and self._wakeup.is_set()
         wait = max(FIRST_LOOK, self._look_took * SWEEP_SHARE)
         while not self._stopping:
             woken = await self._pause(wait)
@@ -246,7 +253,7 @@ class Claimer:
                 # the others only look whether it left anything: twenty idle workers make one claim a job.
                 await asyncio.sleep(random.uniform(0, self._shy))  # noqa: S311
                 self._wakeup.clear()
-            due = await self._look()
+            due = await self._look(woken)
             if due is not None and due <= 0:
                 return
             if woken:
@@ -256,13 +263,22 @@ class Claimer:
                 wait = min(wait, due)
             if self._watch is not None:
                 wait = min(wait, self._watch.interval())
+            if self._owes_sweep:
+                wait = min(wait, self._swept_at + self._sweep_took * SWEEP_SHARE - time.monotonic())
             # Where an old snapshot keeps dead rows in the way, a look costs as much as a sweep.
             wait = max(wait, self._look_took * SWEEP_SHARE)
 
-    async def _look(self) -> float | None:
-        """Seconds until the first job is due."""
+    async def _look(self, woken: bool) -> float | None:
+        """Seconds until the first job is due.
+
+        Args:
+            woken: there may be a job below the floors, which a look with floors does not see.
+        """
         async with self._connection() as conn:
             began = time.monotonic()
+            self._set_back_floors()
+            if woken or self._watch is not None:
+                self._owes_sweep = self._sweep_took > DEAR_SWEEP
             if self._watch is not None and self._watch.over(*await workers.horizon(conn)):
                 self._watch = None
             self._may_sweep(began)  # with an idle queue, nobody else asks

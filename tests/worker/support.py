@@ -59,6 +59,16 @@ class Observed:
         else:
             await self.until(lambda: self.jobs(kind).count(job) >= times)
 
+    async def idle(self) -> None:
+        """Wait until the worker has looked in vain since its last claim."""
+
+        def looked() -> bool:
+            kinds = (event.kind for event in reversed(self.events))
+            last = next((kind for kind in kinds if kind in (EventKind.CLAIMED, EventKind.LOOKED)), None)
+            return last is EventKind.LOOKED
+
+        await self.until(looked)
+
     async def asleep(self, queue: str = "default") -> None:
         """Wait until the worker has looked at ``queue`` once more and found nothing."""
         before = len([e for e in self.events if e.kind is EventKind.LOOKED and e.queue == queue])

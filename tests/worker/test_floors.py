@@ -222,8 +222,9 @@ async def test_what_came_below_the_floor_while_the_queue_was_paused_is_found_whe
         await pause(database.conn, "default")
         line.end()
         await seen.asleep()
+        looked = seen.count(EventKind.LOOKED)
         hidden = await line.job.enqueue(database.conn, None, run_at=long_ago)
-        await seen.asleep()
+        await seen.seen(EventKind.LOOKED, times=looked + 1)
         assert line.begun == backlog[:2]
         await resume(database.conn, "default")
         await line.until_begun(3)
@@ -325,3 +326,20 @@ async def test_a_dear_sweep_is_made_beside_the_claims_and_finds_the_same(
         async with asyncio.timeout(PATIENCE):
             await swept.wait()
         assert await line.go_on(1) == [hidden]
+
+
+@pytest.mark.parametrize("share", [0, 20, 100])
+async def test_a_job_that_is_committed_late_on_an_idle_queue_begins_though_sweeps_are_dear(
+    line: Line, database: Database, sweep_every: Sweeps, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    """One slow sweep is enough for that: a moment without a processor. The next poll must not be needed."""
+    monkeypatch.setattr(claimer, "DEAR_SWEEP", -1.0)
+    monkeypatch.setattr(claimer, "SWEEP_SHARE", share)
+    async with working(line.app, database.dsn, queues=ONE_SLOT, grace=0) as (_, seen):
+        async with committed_late(database) as hidden:
+            await line.job.enqueue(database.conn, None)
+            await line.until_begun(1)
+            line.end()
+            await seen.asleep()
+        await line.until_begun(2)
+    assert line.begun[1] == hidden

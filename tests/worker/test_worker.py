@@ -299,8 +299,8 @@ async def test_two_schemas_in_one_database_are_two_queues(dsn: str, conn: asyncp
         await second.enqueue(conn, "a.names", "two")
         await in_first.seen(EventKind.COMPLETED)
         await in_second.seen(EventKind.COMPLETED)
-        await in_first.asleep()
-        await in_second.asleep()
+        await in_first.idle()
+        await in_second.idle()
     assert done == {"first": ["one"], "second": ["two"]}
 
 
