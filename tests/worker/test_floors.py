@@ -343,3 +343,45 @@ async def test_a_job_that_is_committed_late_on_an_idle_queue_begins_though_sweep
             await seen.asleep()
         await line.until_begun(2)
     assert line.begun[1] == hidden
+
+
+async def test_without_a_backlog_what_is_committed_a_moment_late_waits_for_no_sweep(
+    line: Line, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claimer.Claimer, "_may_sweep", lambda *_: False)
+    monkeypatch.setattr(claimer, "TRAIL", timedelta(seconds=PATIENCE))
+    async with working(line.app, database.dsn, queues=ONE_SLOT, grace=0) as (_, seen):
+        async with committed_late(database) as hidden:
+            await line.job.enqueue(database.conn, None)
+            await line.until_begun(1)
+            line.end()
+            await seen.asleep()
+        await line.until_begun(2)
+    assert line.begun[1] == hidden
+
+
+async def test_a_trail_that_is_dear_is_rationed_like_a_sweep(
+    line: Line, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed_from: list[datetime | None] = []
+    claim = claims.claim
+
+    async def noting(
+        conn: Connection, worker_id: UUID, queue: str, limit: int, floors: Sequence[datetime | None], **options: Any
+    ) -> list[ClaimedJob]:
+        claimed_from.append(floors[line.job.priority])
+        return await claim(conn, worker_id, queue, limit, floors, **options)
+
+    monkeypatch.setattr(claims, "claim", noting)
+    monkeypatch.setattr(claimer.Claimer, "_may_sweep", lambda *_: False)
+    monkeypatch.setattr(claimer, "DEAR_SWEEP", -1.0)
+    monkeypatch.setattr(claimer, "SWEEP_SHARE", NEVER)
+    run_at = datetime(2020, 1, 1, tzinfo=UTC)
+    async with working(line.app, database.dsn, queues=ONE_SLOT, grace=0) as (_, seen):
+        for number in (1, 2):
+            await line.job.enqueue(database.conn, None, run_at=run_at)
+            await line.until_begun(number)
+            line.end()
+            await seen.asleep()
+    assert claimed_from[0] is None
+    assert set(claimed_from[1:]) <= {None, run_at}
