@@ -1,10 +1,12 @@
 """recado: an asyncio-native job queue that lives in the PostgreSQL you already run."""
 
-from recado.app import JobDied, JobHandler, JobType, Recado
+from recado.api import accepted
+from recado.app import JobDied, JobHandler, JobType, OperationHandler, Recado
 from recado.errors import Discard, RecadoError, Retry, Snooze
 from recado.queue.models import ClaimedJob, Job, JobStatus, NewJob
+from recado.queue.operations import tenant
 from recado.version import VERSION as __version__
-from recado.worker import Worker
+from recado.worker import Operation, Worker
 
 __all__ = [
     "ClaimedJob",
@@ -15,10 +17,14 @@ __all__ = [
     "JobStatus",
     "JobType",
     "NewJob",
+    "Operation",
+    "OperationHandler",
     "Recado",
     "RecadoError",
     "Retry",
     "Snooze",
     "Worker",
     "__version__",
+    "accepted",
+    "tenant",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 import sys
 import typing
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -17,13 +18,23 @@ from uuid import UUID
 
 from pydantic import BaseModel, TypeAdapter
 
-from recado import payloads
-from recado.errors import EnqueueError, MissingIdempotencyKey, RegistrationError, UnknownJobType
+from recado import cron, payloads
+from recado.errors import (
+    ConfigurationError,
+    EnqueueError,
+    InvalidPayload,
+    InvalidSchedule,
+    MissingIdempotencyKey,
+    RegistrationError,
+    UnknownJobType,
+)
 from recado.queue import limits
 from recado.queue.backoff import BACKOFF, Backoff, bounded
 from recado.queue.connections import Connection
 from recado.queue.enqueue import insert_job, insert_jobs
 from recado.queue.models import DEFAULT_MAX_ATTEMPTS, DEFAULT_PRIORITY, DEFAULT_QUEUE, NewJob
+from recado.queue.operations import JOB_TYPE_PREFIX, OrganizationId, start
+from recado.queue.schedules import Overlap, Schedule
 from recado.queue.statements import resolve_schema
 
 logger = logging.getLogger("recado")
@@ -31,12 +42,19 @@ logger = logging.getLogger("recado")
 P = TypeVar("P")
 R = TypeVar("R")
 A = ParamSpec("A")
+H = TypeVar("H", bound="JobHandler[Any, Any, Any]")
 
 DEFAULT_NAME = "recado"
 """Of an application that did not say its own; only schedules ask for it."""
 
 INJECTED = frozenset({"conn", "job", "state"})
 """What a handler may ask for by the name of a parameter, after its payload."""
+
+INJECTED_IN_OPERATIONS = frozenset({"job", "operation", "state"})
+"""The same for an operation's handler. No ``conn``: an operation runs long, and a transaction that is open for all that
+time keeps VACUUM from its work. Short ones it opens itself, on a pool from the state."""
+
+_SCHEDULE_NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
 
 SMOKE = "_smoke.echo"
 """Built in: does nothing but succeed, for trying out a deployment."""
@@ -182,6 +200,48 @@ class JobHandler(JobType[P], Generic[P, A, R]):
         return self.function(*args, **kwargs)
 
 
+class OperationHandler(JobHandler[P, A, R], Generic[P, A, R]):
+    """A kind of operation with the function that performs it."""
+
+    @property
+    def kind(self) -> str:
+        """What clients know it by."""
+        return self.name.removeprefix(JOB_TYPE_PREFIX)
+
+    def new(self, payload: P, **options: Any) -> NewJob:
+        """Refused: the job of an operation is nothing without its row.
+
+        Raises:
+            EnqueueError: always.
+        """
+        raise EnqueueError(
+            f"cannot enqueue {self.name!r}: it is an operation, which clients watch; call its start(), or "
+            "app.start_operation()"
+        )
+
+    async def start(
+        self,
+        conn: Connection,
+        payload: P,
+        *,
+        organization_id: OrganizationId | None = None,
+        created_by: str | UUID | int | None = None,
+        idempotency_key: str | None = None,
+        queue: str | None = None,
+        priority: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> UUID:
+        """Start an operation on the caller's connection, in the caller's transaction; see
+        :meth:`Recado.start_operation`.
+
+        Args:
+            organization_id: ``None`` is the tenant of the caller's transaction.
+        """
+        job = super().new(payload, idempotency_key=idempotency_key, queue=queue, priority=priority, metadata=metadata)
+        by = None if created_by is None else limits.check_created_by(created_by)
+        return await start(conn, job, organization_id=organization_id, created_by=by, schema=self.app.schema)
+
+
 Lifespan = Callable[[], AsyncIterator[Mapping[str, Any]]]
 
 
@@ -193,13 +253,14 @@ class Recado:
         schema: the PostgreSQL schema of its queue; ``None`` takes ``RECADO_SCHEMA``, else ``recado``.
 
     Raises:
-        ConfigurationError: the schema's name is not a plain identifier.
+        ConfigurationError: the schema's name is not a plain identifier, or the application's no printable text.
     """
 
     def __init__(self, name: str = DEFAULT_NAME, *, schema: str | None = None) -> None:
-        self.name = name
+        self.name = _checked_name(name)
         self.schema = resolve_schema(schema)
         self._types: dict[str, JobType[Any]] = {}
+        self._schedules: dict[str, Schedule] = {}
         self._lifespan: Callable[[], AbstractAsyncContextManager[Any]] = lambda: nullcontext({})
         _add_built_ins(self)
 
@@ -207,6 +268,11 @@ class Recado:
     def job_types(self) -> Mapping[str, JobType[Any]]:
         """All that is registered, by name."""
         return MappingProxyType(self._types)
+
+    @property
+    def schedules(self) -> Mapping[str, Schedule]:
+        """All cron entries, by name."""
+        return MappingProxyType(self._schedules)
 
     def job(
         self,
@@ -264,6 +330,123 @@ class Recado:
             return handler
 
         return typing.cast("_Decorator", register)
+
+    def operation(
+        self,
+        kind: str,
+        *,
+        queue: str = DEFAULT_QUEUE,
+        priority: int = DEFAULT_PRIORITY,
+        max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+        timeout: float | None = None,
+        backoff: Backoff = BACKOFF,
+    ) -> _OperationDecorator:
+        """Register the decorated function as what performs a kind of operation: long work that a person waits for.
+
+        It is a job like any other, with a row beside it that clients poll. Its first parameter receives the input;
+        further ones are filled by their names: ``operation`` (an :class:`~recado.worker.operations.Operation`, which
+        tells the progress), ``job``, ``state``. What it returns is the operation's result; when it runs out of
+        attempts, the operation ends with a neutral sentence.
+
+        Args:
+            kind: what clients know it by: lower-case letters, digits, '_' and '-'.
+            queue, priority, max_attempts, timeout, backoff: as for :meth:`job`.
+
+        Raises:
+            RegistrationError: the kind, an option or a parameter of the function is wrong, or the kind is taken.
+        """
+        local_names = sys._getframe(1).f_locals
+        name = f"{JOB_TYPE_PREFIX}{kind}"
+        checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
+        if "." in kind:
+            raise RegistrationError(f"cannot register operation {kind!r}: a kind has no dot; call it what clients do")
+        timeout = _checked_timeout(name, timeout)
+        backoff = _checked_backoff(name, backoff)
+
+        def register(function: Callable[..., Any]) -> OperationHandler[Any, Any, Any]:
+            adapter, takes_payload, wants = _read_signature(name, function, local_names, INJECTED_IN_OPERATIONS)
+            handler: OperationHandler[Any, Any, Any] = OperationHandler(
+                self,
+                name,
+                function,
+                adapter,
+                takes_payload=takes_payload,
+                wants=wants,
+                timeout=timeout,
+                backoff=backoff,
+                critical=False,
+                **checked,
+            )
+            self._add(handler)
+            return handler
+
+        return typing.cast("_OperationDecorator", register)
+
+    def cron(
+        self,
+        expression: str,
+        *,
+        timezone: str = "UTC",
+        payload: Any = None,
+        overlap: Overlap = "skip",
+        name: str | None = None,
+    ) -> Callable[[H], H]:
+        """Enqueue a job of the decorated handler's type at the times of a cron expression; goes above :meth:`job`.
+
+        Each tick is enqueued by one worker of the application, whichever is the first; it needs not serve the job's
+        queue. After a time without workers the last tick is made up for, those before it are not. The job has the
+        metadata ``schedule`` and ``tick``.
+
+        Args:
+            expression: minute, hour, day of the month, month, day of the week, as Debian's cron reads them;
+                :mod:`recado.cron` says what happens where the clock is changed.
+            timezone: of the expression, as ``Europe/Madrid``.
+            payload: of each of its jobs; fits the handler's annotation.
+            overlap: what to do at a tick while the last one's job is pending or running: ``skip`` it, or ``queue``
+                another job.
+            name: of the schedule; ``None`` is the job type's. Several over one handler need one each.
+
+        Returns:
+            A decorator that returns the handler as it is.
+
+        Raises:
+            RegistrationError: an option is wrong, the name is taken, or this is no handler of a job type.
+        """
+        try:
+            cron.check(expression, timezone)
+        except InvalidSchedule as error:
+            raise RegistrationError(f"cannot register a schedule: {error}") from None
+        if overlap not in ("skip", "queue"):
+            raise RegistrationError(
+                f"cannot register a schedule: overlap {limits.shortened(overlap)} is neither 'skip' nor 'queue'; "
+                "choose one of these"
+            )
+
+        def register(handler: H) -> H:
+            self._add_schedule(handler, name, expression, timezone, payload, overlap)
+            return handler
+
+        return register
+
+    def _add_schedule(
+        self, handler: Any, name: str | None, expression: str, timezone: str, payload: Any, overlap: Overlap
+    ) -> None:
+        if not isinstance(handler, JobHandler) or isinstance(handler, OperationHandler) or handler.app is not self:
+            raise RegistrationError(
+                f"cannot schedule {limits.shortened(handler)}: it is no job type's handler of this application; put "
+                "@app.cron above @app.job"
+            )
+        name = _checked_schedule_name(handler.name if name is None else name)
+        if name in self._schedules:
+            raise RegistrationError(
+                f"cannot schedule {handler.name!r}: there is a schedule {name!r} already; pass another name to one of "
+                "them"
+            )
+        try:
+            encoded = payloads.encode_payload(handler.adapter, payload, handler.name)
+        except InvalidPayload as error:
+            raise RegistrationError(f"cannot schedule {handler.name!r}: {error}") from None
+        self._schedules[name] = Schedule(name, handler.name, expression, timezone, encoded, overlap)
 
     @overload
     def declare(
@@ -393,6 +576,45 @@ class Recado:
         """
         return await insert_jobs(conn, jobs, schema=self.schema)
 
+    async def start_operation(
+        self,
+        conn: Connection,
+        kind: str,
+        input: Any,
+        *,
+        organization_id: OrganizationId | None = None,
+        created_by: str | UUID | int | None = None,
+        idempotency_key: str | None = None,
+    ) -> UUID:
+        """Start an operation on the caller's connection, in the caller's transaction: its row and its job.
+
+        Args:
+            conn: as for :meth:`enqueue`.
+            kind: the name of a registered operation.
+            input: fits the annotation of its handler's first parameter.
+            organization_id: whose it is; ``None`` is the tenant of the caller's transaction,
+                see :func:`recado.queue.operations.tenant`.
+            created_by: who asked for it, as the application calls its users.
+            idempotency_key: at most one operation of this kind and organization has it.
+
+        Returns:
+            The operation's id, to be answered with :func:`recado.api.accepted`; for a key that is taken, the id of
+            the operation that has it.
+
+        Raises:
+            UnknownJobType, InvalidPayload, EnqueueError: a parameter is wrong; raised before any SQL.
+            TenantError: no organization is named, or another than the transaction's.
+        """
+        operation = self._types.get(f"{JOB_TYPE_PREFIX}{kind}")
+        if not isinstance(operation, OperationHandler):
+            raise UnknownJobType(
+                f"cannot start {limits.shortened(kind)}: no operation of this kind is registered; decorate its handler "
+                "with @app.operation"
+            )
+        return await operation.start(
+            conn, input, organization_id=organization_id, created_by=created_by, idempotency_key=idempotency_key
+        )
+
     def _known(self, name: str) -> JobType[Any]:
         try:
             return self._types[name]
@@ -403,6 +625,11 @@ class Recado:
             ) from None
 
     def _add(self, job_type: JobType[Any]) -> None:
+        if job_type.name.startswith(JOB_TYPE_PREFIX) and not isinstance(job_type, OperationHandler):
+            raise RegistrationError(
+                f"cannot register {_describe(job_type)} as {job_type.name!r}: names that begin with "
+                f"{JOB_TYPE_PREFIX!r} belong to operations; use @app.operation, or choose another name"
+            )
         present = self._types.get(job_type.name)
         if present is not None and not _is_built_in(present):
             raise RegistrationError(
@@ -420,6 +647,16 @@ class _Decorator(typing.Protocol):
 
     @overload
     def __call__(self, function: Callable[[], R], /) -> JobHandler[None, [], R]: ...
+
+
+class _OperationDecorator(typing.Protocol):
+    """What :meth:`Recado.operation` returns."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[P, A], R], /) -> OperationHandler[P, A, R]: ...
+
+    @overload
+    def __call__(self, function: Callable[[], R], /) -> OperationHandler[None, [], R]: ...
 
 
 def _add_built_ins(app: Recado) -> None:
@@ -464,6 +701,25 @@ def _where(function: Callable[..., Any]) -> str:
     return f"{implementation.__module__}.{implementation.__qualname__}"
 
 
+def _checked_name(name: str) -> str:
+    # '' is recado itself, see recado.queue.schedules.
+    if not isinstance(name, str) or not 0 < len(name) <= limits.MAX_NAME_LENGTH or not name.isprintable():
+        raise ConfigurationError(
+            f"cannot use {limits.shortened(name)} as an application's name: it must be printable text of 1 to "
+            f"{limits.MAX_NAME_LENGTH} characters; rename it"
+        )
+    return name
+
+
+def _checked_schedule_name(name: str) -> str:
+    if not isinstance(name, str) or len(name) > limits.MAX_NAME_LENGTH or not _SCHEDULE_NAME.fullmatch(name):
+        raise RegistrationError(
+            f"cannot use {limits.shortened(name)} as a schedule's name: it must consist of lower-case letters, digits, "
+            f"'.', '_' and '-', with at most {limits.MAX_NAME_LENGTH} characters; rename it"
+        )
+    return name
+
+
 def _checked_options(name: str, *, queue: str, priority: int, max_attempts: int) -> dict[str, Any]:
     try:
         limits.check_job_type(name)
@@ -502,7 +758,7 @@ def _checked_backoff(name: str, backoff: Backoff) -> Backoff:
 
 
 def _read_signature(
-    name: str, function: Callable[..., Any], local_names: Mapping[str, Any]
+    name: str, function: Callable[..., Any], local_names: Mapping[str, Any], injected: frozenset[str] = INJECTED
 ) -> tuple[TypeAdapter[Any], bool, frozenset[str]]:
     """The adapter of the payload's annotation, whether there is a payload, and the parameters to inject."""
     if not callable(function) or isinstance(function, type):
@@ -520,13 +776,13 @@ def _read_signature(
         raise RegistrationError(
             f"cannot register {where} as {name!r}: its parameters are not known ({error}); wrap it in a def"
         ) from error
-    takes_payload = bool(parameters) and parameters[0].name not in INJECTED and _is_positional(parameters[0])
+    takes_payload = bool(parameters) and parameters[0].name not in injected and _is_positional(parameters[0])
     adapter = payloads.ANY
     if takes_payload:
         adapter = _adapter(name, where, function, parameters[0].annotation, local_names)
     wants = set()
     for parameter in parameters[1 if takes_payload else 0 :]:
-        if parameter.name in INJECTED and parameter.kind is not parameter.POSITIONAL_ONLY:
+        if parameter.name in injected and parameter.kind is not parameter.POSITIONAL_ONLY:
             wants.add(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL,
@@ -534,8 +790,13 @@ def _read_signature(
         ):
             raise RegistrationError(
                 f"cannot register {where} as {name!r}: nobody can fill its parameter {parameter.name!r}; after the "
-                f"payload there may be {', '.join(sorted(INJECTED))}, and parameters with a default"
+                f"payload there may be {', '.join(sorted(injected))}, and parameters with a default"
             )
+    if "operation" in wants and not _is_async(function):
+        raise RegistrationError(
+            f"cannot register {where} as {name!r}: a plain function runs in a thread, where it cannot await its "
+            "progress; make it an async def, or drop its parameter 'operation'"
+        )
     if "conn" in wants and not _is_async(function):
         raise RegistrationError(
             f"cannot register {where} as {name!r}: a plain function runs in a thread, where an asyncpg connection "

@@ -31,6 +31,7 @@ from pydantic_settings import SettingsError
 from rich.cells import cell_len, set_cell_size
 
 from recado import serve
+from recado.app import DEFAULT_NAME
 from recado.bench.command import bench
 from recado.errors import ConfigurationError, RecadoError
 from recado.queue import (
@@ -38,16 +39,21 @@ from recado.queue import (
     JobError,
     JobStatus,
     cancel,
+    checks,
     dead_by_error,
     get_job,
     list_errors,
     list_jobs,
+    list_schedules,
     migrate,
+    pause_schedule,
     requeue,
     requeue_dead,
+    resume_schedule,
     server_time,
 )
 from recado.queue.admin import PAGE_SIZE
+from recado.queue.checks import Finding, Level
 from recado.queue.connections import CONNECT_TIMEOUT, TRANSIENT, Connection, connector
 from recado.queue.leases import DEFAULT_LEASE, HEARTBEAT_INTERVAL, MAX_SILENCE
 from recado.queue.migrate import MigrationStatus
@@ -177,6 +183,34 @@ def _described(status: MigrationStatus) -> str:
     if status.unknown:
         return f"{applied}, unknown to this version of recado"
     return f"{applied}, edited since" if status.edited else applied
+
+
+# --- recado check ---
+
+
+@app.command()
+def check(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
+    dsn: Dsn = None,
+    schema: Schema = None,
+) -> None:
+    """Say what is wrong with the database, and what to do; exits with 1 when something must be mended."""
+
+    async def read(conn: Connection) -> list[Finding]:
+        # One transaction: behind a transaction-mode pooler the statements would reach different servers.
+        async with conn.transaction():
+            return await checks.check(conn, schema=schema)
+
+    findings = _run(dsn, read)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], ensure_ascii=False, indent=2))
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.level}: {_printable(finding.sentence)}")
+        if not findings:
+            typer.echo("nothing to mend")
+    if any(finding.level is Level.ERROR for finding in findings):
+        raise typer.Exit(1)
 
 
 # --- recado token ---
@@ -468,6 +502,70 @@ def dead(
         ["JOBS", "TYPE", "NEWEST (UTC)", "ERROR"],
         [[str(g.count), g.job_type, _moment(g.newest), g.error] for g in groups],
     )
+
+
+# --- recado schedules ---
+
+schedules = typer.Typer(help="Look at cron schedules, and pause them.", no_args_is_help=True)
+app.add_typer(schedules, name="schedules")
+
+ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="The schedule's name.")]
+AppName = Annotated[
+    str | None, typer.Option("--app-name", metavar="NAME", help="The application's name, as in Recado(NAME).")
+]
+
+
+@schedules.command("list")
+def schedules_list(app_name: AppName = None, dsn: Dsn = None, schema: Schema = None) -> None:
+    """List schedules; those without an application are recado's own."""
+    found = _run_on_queue(dsn, schema, lambda conn: list_schedules(conn, application=app_name, schema=schema))
+    _print_table(
+        ["NAME", "APPLICATION", "EXPRESSION", "TIME ZONE", "LAST (UTC)", "NEXT (UTC)", "LAST JOB"],
+        [
+            [
+                s.name,
+                s.application or "-",
+                s.expression,
+                s.timezone,
+                _moment(s.last_tick),
+                "paused" if s.paused_at is not None else _moment(s.next_tick),
+                s.last_job_status or "-",
+            ]
+            for s in found
+        ],
+    )
+
+
+@schedules.command("pause")
+def schedules_pause(name: ScheduleName, app_name: AppName = None, dsn: Dsn = None, schema: Schema = None) -> None:
+    """Let a schedule enqueue nothing until it is resumed."""
+
+    async def pause(conn: Connection) -> None:
+        await pause_schedule(conn, await _application(conn, name, app_name, schema), name, schema=schema)
+
+    _run_on_queue(dsn, schema, pause)
+    typer.echo(f"paused {name}")
+
+
+@schedules.command("resume")
+def schedules_resume(name: ScheduleName, app_name: AppName = None, dsn: Dsn = None, schema: Schema = None) -> None:
+    """Let a paused schedule go on with its next tick; what it missed is not caught up."""
+
+    async def resume(conn: Connection) -> None:
+        await resume_schedule(conn, await _application(conn, name, app_name, schema), name, schema=schema)
+
+    _run_on_queue(dsn, schema, resume)
+    typer.echo(f"resumed {name}")
+
+
+async def _application(conn: Connection, name: str, app_name: str | None, schema: str | None) -> str:
+    """Whose the schedule is: ``app_name``, or the only application that has one of this name."""
+    if app_name is not None:
+        return app_name
+    owners = [s.application for s in await list_schedules(conn, schema=schema) if s.name == name]
+    if len(owners) > 1:
+        raise typer.BadParameter(f"{name} is there in {', '.join(map(repr, owners))}; name one with --app-name")
+    return owners[0] if owners else DEFAULT_NAME
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:

@@ -40,8 +40,24 @@ class JobNotFound(RecadoError, LookupError):
     """No job has this id."""
 
 
+class OperationNotFound(RecadoError, LookupError):
+    """No operation has this id, or none that this tenant may see."""
+
+
+class TenantError(RecadoError, ValueError):
+    """No organization is named, or one that nobody can be; nothing was read or written."""
+
+
+class ScheduleNotFound(RecadoError, LookupError):
+    """No schedule of this application has this name."""
+
+
+class InvalidSchedule(RecadoError, ValueError):
+    """A cron expression or a time zone cannot be read."""
+
+
 class IllegalTransition(RecadoError, ValueError):
-    """The job's state does not allow what was asked; nothing was changed."""
+    """The state of the job or operation does not allow what was asked; nothing was changed."""
 
 
 class LeaseLost(RecadoError):

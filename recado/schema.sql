@@ -67,10 +67,64 @@ CREATE INDEX jobs_dead_idx ON recado.jobs USING btree (finished_at, id) WHERE (s
 CREATE UNIQUE INDEX jobs_idempotency_key_idx ON recado.jobs USING btree (job_type, idempotency_key) WHERE (idempotency_key IS NOT NULL);
 CREATE INDEX jobs_running_idx ON recado.jobs USING btree (locked_at) WHERE (status = 'running'::text);
 
+CREATE TABLE recado.operations (
+    job_id          uuid                     NOT NULL,
+    organization_id text                     NOT NULL,
+    kind            text                     NOT NULL,
+    status          text                     NOT NULL DEFAULT 'pending'::text,
+    progress        smallint                 NOT NULL DEFAULT 0,
+    result          jsonb,
+    error           text,
+    created_by      text,
+    fence           integer                  NOT NULL DEFAULT 0,
+    version         integer                  NOT NULL DEFAULT 1,
+    created_at      timestamp with time zone NOT NULL DEFAULT now(),
+    updated_at      timestamp with time zone NOT NULL DEFAULT now(),
+    CONSTRAINT operations_pkey PRIMARY KEY (job_id),
+    CONSTRAINT operations_error_check CHECK (length(error) <= 2000),
+    CONSTRAINT operations_organization_id_check CHECK (organization_id <> ALL (ARRAY[''::text, '0'::text])),
+    CONSTRAINT operations_progress_check CHECK (progress >= 0 AND progress <= 100),
+    CONSTRAINT operations_status_check CHECK (status = ANY (ARRAY['pending'::text, 'processing'::text, 'done'::text, 'error'::text]))
+);
+CREATE INDEX operations_organization_idx ON recado.operations USING btree (organization_id, created_at DESC, job_id DESC);
+CREATE INDEX operations_status_idx ON recado.operations USING btree (status, created_at DESC);
+ALTER TABLE recado.operations ENABLE ROW LEVEL SECURITY;
+ALTER TABLE recado.operations FORCE ROW LEVEL SECURITY;
+CREATE POLICY tenant_isolation ON recado.operations AS PERMISSIVE FOR ALL TO public
+    USING (((organization_id = ( SELECT current_setting('app.current_org_id'::text, true) AS current_setting)) OR (( SELECT current_setting('app.current_org_id'::text, true) AS current_setting) = '0'::text)))
+    WITH CHECK (((organization_id = ( SELECT current_setting('app.current_org_id'::text, true) AS current_setting)) OR (( SELECT current_setting('app.current_org_id'::text, true) AS current_setting) = '0'::text)));
+
 CREATE TABLE recado.queues (
     name      text                     NOT NULL,
     paused_at timestamp with time zone,
     CONSTRAINT queues_pkey PRIMARY KEY (name)
+);
+
+CREATE TABLE recado.schedule_holders (
+    application text NOT NULL,
+    name        text NOT NULL,
+    worker_id   uuid NOT NULL,
+    definition  text NOT NULL,
+    CONSTRAINT schedule_holders_pkey PRIMARY KEY (application, name, worker_id)
+);
+
+CREATE TABLE recado.schedules (
+    application text                     NOT NULL,
+    name        text                     NOT NULL,
+    job_type    text,
+    expression  text                     NOT NULL,
+    timezone    text                     NOT NULL,
+    payload     jsonb                    NOT NULL,
+    overlap     text                     NOT NULL,
+    definition  text                     NOT NULL,
+    last_tick   timestamp with time zone NOT NULL,
+    last_job_id uuid,
+    paused_at   timestamp with time zone,
+    created_at  timestamp with time zone NOT NULL DEFAULT now(),
+    updated_at  timestamp with time zone NOT NULL DEFAULT now(),
+    CONSTRAINT schedules_pkey PRIMARY KEY (application, name),
+    CONSTRAINT schedules_job_type_check CHECK ((application = ''::text) = (job_type IS NULL)),
+    CONSTRAINT schedules_overlap_check CHECK (overlap = ANY (ARRAY['skip'::text, 'queue'::text]))
 );
 
 CREATE TABLE recado.schema_migrations (
@@ -104,3 +158,5 @@ CREATE TABLE recado.workers (
 
 ALTER TABLE recado.job_errors
     ADD CONSTRAINT job_errors_job_id_fkey FOREIGN KEY (job_id) REFERENCES recado.jobs(id) ON DELETE CASCADE;
+ALTER TABLE recado.schedule_holders
+    ADD CONSTRAINT schedule_holders_worker_id_fkey FOREIGN KEY (worker_id) REFERENCES recado.workers(id) ON DELETE CASCADE;

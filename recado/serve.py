@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from recado.api.app import create_app
 from recado.api.auth import check_exposure
+from recado.api.events import Hub
 from recado.app import Recado
 from recado.errors import ConfigurationError
 from recado.queue.connections import CONNECT_TIMEOUT, STATEMENT_TIMEOUT, Pool
@@ -174,7 +175,8 @@ def serve_api(app: Recado, dsn: str, sock: socket.socket) -> None:
 
 async def _serve_api(app: Recado, dsn: str, sock: socket.socket) -> None:
     async with _pool(dsn) as pool:
-        server = make_server(create_app(app, pool))
+        hub = Hub(app, pool)
+        server = make_server(create_app(app, pool, hub=hub), hub)
         with _on_signals(server.stop, server.stop_now):
             _announce(sock)
             await server.serve([sock])
@@ -197,7 +199,8 @@ def serve_dev(app: Recado, dsn: str, sock: socket.socket, queues: Mapping[str, i
 
 async def _serve_dev(app: Recado, dsn: str, sock: socket.socket, queues: Mapping[str, int]) -> bool:
     async with _pool(dsn) as pool:
-        server = make_server(create_app(app, pool))
+        hub = Hub(app, pool)
+        server = make_server(create_app(app, pool, hub=hub), hub)
         worker = Worker(app, dsn, queues=queues)
 
         def stop() -> None:
@@ -221,7 +224,15 @@ async def _serve_dev(app: Recado, dsn: str, sock: socket.socket, queues: Mapping
 
 
 class Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: whoever runs it beside other things decides when it ends."""
+    """uvicorn without signal handlers of its own: whoever runs it beside other things decides when it ends.
+
+    Args:
+        hub: its streams end when the server is to end, which would otherwise wait for them.
+    """
+
+    def __init__(self, config: uvicorn.Config, hub: Hub | None = None) -> None:
+        super().__init__(config)
+        self._hub = hub
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -230,14 +241,21 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Answer what has been asked, then end."""
         self.should_exit = True
+        if self._hub is not None:
+            self._hub.stop()
 
     def stop_now(self) -> None:
         """End without waiting for open requests."""
-        self.should_exit = self.force_exit = True
+        self.force_exit = True
+        self.stop()
 
 
-def make_server(app: ASGIApp) -> Server:
-    """An HTTP server for ``app``, to be served on sockets that are bound already."""
+def make_server(app: ASGIApp, hub: Hub | None = None) -> Server:
+    """An HTTP server for ``app``, to be served on sockets that are bound already.
+
+    Args:
+        hub: the one of ``app``'s streams, if it has any.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -246,7 +264,7 @@ def make_server(app: ASGIApp) -> Server:
         lifespan="off",
         timeout_graceful_shutdown=5,
     )
-    return Server(config)
+    return Server(config, hub)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,13 @@ DEFAULT_API_PORT = 8710
 
 DEFAULT_DATA_DIR = Path(".recado")
 """Where the embedded server keeps its data, below the folder ``recado dev`` was called in."""
+
+
+DEFAULT_EXPIRY_AFTER = timedelta(hours=2)
+"""Much longer than any wait of the built-in backoff, and as long as a person may wait for what they started."""
+
+DEFAULT_EXPIRY_SCHEDULE = "*/15 * * * *"
+"""Every quarter of an hour: a small part of the two hours."""
 
 
 class Token(BaseModel):
@@ -43,6 +51,10 @@ class Settings(BaseSettings):
     listen_dsn: SecretStr | None = None
     """A direct URL for LISTEN, where ``dsn`` goes through a transaction-mode pooler."""
     schema_name: str = Field(default=DEFAULT_SCHEMA, alias="RECADO_SCHEMA")
+    expiry_after: timedelta = DEFAULT_EXPIRY_AFTER
+    """Without news for so long an operation is taken for interrupted. Seconds, or ISO 8601: ``PT2H``."""
+    expiry_schedule: str = DEFAULT_EXPIRY_SCHEDULE
+    """When that is looked for, as a cron expression."""
     tokens: tuple[Token, ...] = ()
     """A JSON list, as ``recado token`` prints its entries."""
     api_host: str = DEFAULT_API_HOST

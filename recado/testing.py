@@ -49,14 +49,17 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from uuid6 import uuid7
 
-from recado.app import Recado
+from recado.app import OperationHandler, Recado
 from recado.queue import list_jobs, migrate
 from recado.queue.claims import NO_FLOORS, claim
 from recado.queue.connections import Connection
 from recado.queue.finishes import Completion, Release, complete_one, fail, release
 from recado.queue.models import ClaimedJob, Job, JobStatus
+from recado.queue.operations import FAILED, OperationStatus
 from recado.worker.alerts import raise_alerts
 from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
+from recado.worker.operations import begin, end_dead
+from recado.worker.operations import result_of as operation_result
 
 if sys.platform != "win32":  # there pytest must load this module all the same
     from recado import embedded
@@ -203,6 +206,11 @@ async def _run_one(
     began = time.monotonic()
     try:
         handler = handler_of(app, job)
+        if isinstance(handler, OperationHandler):
+            status = await _run_operation(app, conn, worker_id, job, handler, state)
+            drained.completed += status is OperationStatus.DONE
+            drained.dead += status is OperationStatus.ERROR
+            return
         async with conn.transaction():
             value = await call(handler, job, conn=conn, state=state, timeout=None, in_thread=asyncio.to_thread)
             await complete_one(conn, worker_id, Completion(job.id, job.fence, result_of(job, value)), schema=app.schema)
@@ -218,8 +226,32 @@ async def _run_one(
             ended = await fail(conn, worker_id, [failure], schema=app.schema)
             dead = [(f, failure.error_class) for f in ended if f.status is JobStatus.DEAD]
             await raise_alerts(conn, app, dead)
+            await end_dead(conn, app, ended, FAILED)
         drained.dead += len(dead)
         drained.failed += len(ended) - len(dead)
+
+
+async def _run_operation(
+    app: Recado,
+    conn: Connection,
+    worker_id: UUID,
+    job: ClaimedJob,
+    handler: OperationHandler[Any, Any, Any],
+    state: Mapping[str, Any],
+) -> OperationStatus:
+    """Run an attempt at an operation; how it ended."""
+
+    def connect() -> contextlib.nullcontext[Connection]:
+        return contextlib.nullcontext(conn)
+
+    async with await begin(job, worker_id, connect, schema=app.schema) as operation:
+        value = await call(
+            handler, job, conn=None, operation=operation, state=state, timeout=None, in_thread=asyncio.to_thread
+        )
+        if not operation.ended:
+            operation_result(value)  # refused as a worker refuses it
+            await operation.mark_done(value)
+    return operation.status
 
 
 def _matches(wanted: Any, found: Any) -> bool:

@@ -107,17 +107,17 @@ class Process(WorkerProcess):
         self._silent = True
         self._logged.set()
 
-    async def found(self, pattern: str) -> str:
-        """Wait until it has logged a line with ``pattern``; the pattern's group."""
+    async def found(self, pattern: str, since: int = 0) -> str:
+        """Wait until it has logged a line with ``pattern``, not counting its first ``since``; the pattern's group."""
         async with asyncio.timeout(PATIENCE):
-            while (match := re.search(pattern, "".join(self.log))) is None:
+            while (match := re.search(pattern, "".join(self.log[since:]))) is None:
                 assert not self._silent, f"it ended without {pattern!r}, but with: {''.join(self.log)}"
                 self._logged.clear()
                 await self._logged.wait()
         return match[match.lastindex or 0]
 
-    async def logged(self, text: str) -> None:
-        await self.found(re.escape(text))
+    async def logged(self, text: str, since: int = 0) -> None:
+        await self.found(re.escape(text), since)
 
     async def url(self) -> str:
         """Where its API is."""

@@ -18,16 +18,17 @@ FLOORS: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "settings": {"errors"},
-    "queue": {"errors", "settings", "version"},
+    "cron": {"errors"},
+    "queue": {"cron", "errors", "settings", "version"},
     "payloads": {"queue", "errors"},
-    "app": {"payloads", "queue", "errors", "settings"},
-    "worker": {"app", "payloads", "queue", "errors", "settings", "version"},
+    "app": {"cron", "payloads", "queue", "errors", "settings"},
+    "worker": {"app", "cron", "payloads", "queue", "errors", "settings", "version"},
     "api": {"app", "payloads", "queue", "errors", "settings", "version"},
     "embedded": {"errors", "settings"},
     # The commands that run until a signal: with the command line above it, the composition root.
     "serve": {"worker", "api", "embedded", "app", "queue", "errors", "settings"},
     "bench": {"serve", "worker", "embedded", "app", "queue", "errors", "settings", "version", "recado"},
-    "recado": {"app", "worker", "queue", "errors", "settings", "version"},
+    "recado": {"api", "app", "worker", "queue", "errors", "settings", "version"},
 }
 """What each part may import besides itself; ``recado`` is the package's own ``__init__``. A new part goes in here."""
 

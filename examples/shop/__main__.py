@@ -18,13 +18,15 @@ import asyncpg
 import typer
 from starlette.types import ASGIApp
 
-from examples.shop import tables
-from examples.shop.customers import visit
-from examples.shop.jobs import Day, app, reconcile
+from examples.shop import roles, tables
+from examples.shop.application import app
+from examples.shop.customers import plan, visit
+from examples.shop.jobs import Day, reconcile
 from examples.shop.mailbox import mail_server
 from examples.shop.report import report, summarize
 from examples.shop.web import create_service
 from recado import RecadoError, Worker, embedded, serve
+from recado.api import Hub
 from recado.errors import ConfigurationError
 from recado.queue import migrate
 from recado.queue.connections import Pool
@@ -73,24 +75,39 @@ def main(
 async def run(dsn: str, sock: socket.socket, mails: Path, *, seconds: float | None, rate: float, quiet: bool) -> None:
     """Run everything, from the bottom up; it ends from the top down."""
     secret = secrets.token_hex()
-    async with mail_server(mails) as smtp_port, asyncpg.create_pool(dsn) as pool:
-        async with pool.acquire() as conn:
-            await migrate.up(conn, schema=app.schema)
-            await tables.create(conn)
+    await prepare(dsn)
+    web_dsn, worker_dsn = roles.url(dsn, roles.WEB), roles.url(dsn, roles.WORKER)
+    async with (
+        mail_server(mails) as smtp_port,
+        asyncpg.create_pool(web_dsn) as web_pool,
+        asyncpg.create_pool(worker_dsn) as pool,
+    ):
         # As a deployment would tell it to every worker.
-        os.environ.update(RECADO_DSN=dsn, SHOP_SMTP_PORT=str(smtp_port))
-        async with (
-            Worker(app, pool, queues=QUEUES, grace=GRACE),
-            serving(create_service(pool, webhook_secret=secret), sock),
-        ):
+        backups = mails.with_name("backups")
+        os.environ.update(RECADO_DSN=worker_dsn, SHOP_SMTP_PORT=str(smtp_port), SHOP_BACKUP_DIR=str(backups))
+        hub = Hub(app, web_pool)
+        service = create_service(web_pool, webhook_secret=secret, session_secret=secrets.token_hex(), hub=hub)
+        async with Worker(app, pool, queues=QUEUES, grace=GRACE), serving(service, sock, hub):
             url = f"http://{HOST}:{sock.getsockname()[1]}"
             print(f"the shop is open at {url}, with its e-mails in {mails}; Ctrl-C closes it", flush=True)
+            print(f"plan and watch at {url}/blueprints; backups go to {backups}", flush=True)
             async with asyncio.TaskGroup() as group:
                 reporting = None if quiet else group.create_task(report(pool, mails))
                 await trade(url, pool, secret, seconds=seconds, rate=rate)
                 if reporting is not None:
                     reporting.cancel()
         await summarize(pool, mails)
+
+
+async def prepare(dsn: str) -> None:
+    """As the administrator: make tables and roles. Everything else is done by these roles."""
+    conn = await asyncpg.connect(dsn)
+    try:
+        await migrate.up(conn, schema=app.schema)
+        await tables.create(conn)
+        await roles.create(conn)
+    finally:
+        await conn.close()
 
 
 async def trade(url: str, pool: Pool, secret: str, *, seconds: float | None, rate: float) -> None:
@@ -108,6 +125,7 @@ async def trade(url: str, pool: Pool, secret: str, *, seconds: float | None, rat
         loop.call_later(seconds, closing.set)
     async with asyncio.TaskGroup() as business:
         business.create_task(visit(url, secret, rate=rate, closing=closing))
+        business.create_task(plan(url, closing))
         business.create_task(keep_books(pool, closing))
     while not await happened(interrupted, SETTLE_INTERVAL):
         async with pool.acquire() as conn:
@@ -152,9 +170,9 @@ def listening(port: int) -> Iterator[socket.socket]:
 
 
 @asynccontextmanager
-async def serving(service: ASGIApp, sock: socket.socket) -> AsyncIterator[None]:
+async def serving(service: ASGIApp, sock: socket.socket, hub: Hub) -> AsyncIterator[None]:
     """Serve HTTP on ``sock`` until the block ends."""
-    server = serve.make_server(service)
+    server = serve.make_server(service, hub)
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve([sock]))
         try:

@@ -1,42 +1,26 @@
-"""The shop's jobs. Its web service and its workers both import this module."""
+"""The shop's jobs. Its web service and its workers both import this module.
+
+With it come the operations, long jobs that a user watches: :mod:`~examples.shop.blueprints`,
+:mod:`~examples.shop.analysis` and :mod:`~examples.shop.backups`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 from uuid import UUID
 
 import aiosmtplib
 import asyncpg
-from pydantic import BaseModel, Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel
 
-from examples.shop import emails
-from recado import ClaimedJob, Discard, JobDied, Recado
+from examples.shop import analysis, backups, blueprints, emails
+from examples.shop.application import app
+from recado import ClaimedJob, Discard, JobDied
 
-app = Recado("shop")
-
-
-class Settings(BaseSettings):
-    """What the handlers read from the environment."""
-
-    model_config = SettingsConfigDict(env_prefix="SHOP_")
-
-    dsn: str = Field(default="postgresql:///shop", validation_alias="RECADO_DSN")
-    """The queue's database, which is the shop's: only so can an order and its jobs be one transaction."""
-    smtp_host: str = "127.0.0.1"
-    smtp_port: int = 25
-
-
-@app.lifespan
-async def lifespan() -> AsyncIterator[Mapping[str, Any]]:
-    """What the handlers of one worker process share: each gets it as ``state``."""
-    settings = Settings()
-    smtp = {"hostname": settings.smtp_host, "port": settings.smtp_port, "local_hostname": emails.DOMAIN}
-    async with asyncpg.create_pool(settings.dsn, min_size=0) as pool:
-        yield {"pool": pool, "smtp": smtp}
-
+OPERATIONS = (blueprints.import_blueprint, analysis.analyze_blueprint, backups.back_up, backups.restore)
+"""Importing them has registered them."""
 
 # --- receipts ---
 

@@ -7,7 +7,8 @@ import itertools
 from pathlib import Path
 
 from examples.shop import tables
-from examples.shop.jobs import app, reconcile
+from examples.shop.application import app
+from examples.shop.jobs import reconcile
 from recado.queue import JobStatus, dead_by_error, list_jobs
 from recado.queue.connections import Pool
 
@@ -17,7 +18,18 @@ INTERVAL = 1.0
 LINES_PER_HEADER = 20
 """As ``vmstat`` does: it is always in sight."""
 
-COLUMNS = ("orders", "payments", "ledger sum", "e-mails", "pending", "running", "completed", "failures", "dead")
+COLUMNS = [
+    "orders",
+    "payments",
+    "ledger sum",
+    "e-mails",
+    "operations",
+    "pending",
+    "running",
+    "completed",
+    "failures",
+    "dead",
+]
 
 
 async def report(pool: Pool, mails: Path) -> None:
@@ -30,6 +42,7 @@ async def report(pool: Pool, mails: Path) -> None:
         jobs = status["jobs"]
         cells = (
             *(status["orders"], status["payments"], status["ledger_sum"], _count(mails)),
+            sum(status["operations"].values()),
             *(jobs["pending"], jobs["running"], jobs["completed"], status["failures"], jobs["dead"]),
         )
         print(*(f"{cell:>10}" for cell in cells), flush=True)
@@ -45,10 +58,12 @@ async def summarize(pool: Pool, mails: Path) -> None:
             conn, job_type=reconcile.name, status=JobStatus.COMPLETED, limit=1, schema=app.schema
         )
     jobs = ", ".join(f"{count} {name}" for name, count in status["jobs"].items())
+    operations = ", ".join(f"{count} {name}" for name, count in status["operations"].items())
     print(
         f"\n{status['orders']} orders, {_count(mails)} e-mails, {status['payments']} payments, "
         f"{status['ledger_lines']} ledger lines that sum to {status['ledger_sum']}\n"
-        f"jobs: {jobs}; {status['failures']} failed attempts"
+        f"jobs: {jobs}; {status['failures']} failed attempts\n"
+        f"operations: {operations}"
     )
     for group in dead:
         print(f"  {group.count} dead: {group.job_type}, {group.error}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
-from examples.shop.jobs import app
-from recado.queue import JobStatus
+from examples.shop.application import app
+from recado.queue import JobStatus, OperationStatus, system
 from recado.queue.connections import Connection
 from recado.queue.statements import fill
 
@@ -22,6 +22,9 @@ SELECT (SELECT count(*) FROM shop.orders) AS orders,
 SELECT_JOBS = "SELECT status, count(*) FROM {schema}.jobs WHERE job_type = ANY ($1) GROUP BY status"
 """The queue is a table like others. In a development database other applications may have jobs, too."""
 
+SELECT_OPERATIONS = "SELECT status, count(*) FROM {schema}.operations GROUP BY status"
+"""Of all organizations: the system asks."""
+
 SELECT_FAILURES = "SELECT count(*) FROM {schema}.job_errors"
 
 
@@ -35,6 +38,8 @@ class Status(TypedDict):
     """In cents; anything but 0 is a fault."""
     jobs: dict[str, int]
     """How many of the shop's jobs have which status."""
+    operations: dict[str, int]
+    """How many operations have which status."""
     failures: int
     """Attempts that ended badly."""
 
@@ -50,13 +55,17 @@ async def status(conn: Connection) -> Status:
         shop = await conn.fetchrow(SELECT_STATUS)
         assert shop is not None
         rows = await conn.fetch(fill(SELECT_JOBS, app.schema), list(app.job_types))
+        async with system(conn):
+            operations = await conn.fetch(fill(SELECT_OPERATIONS, app.schema))
         failures = await conn.fetchval(fill(SELECT_FAILURES, app.schema))
-    counts = {row["status"]: row["count"] for row in rows}
+    of_jobs = {row["status"]: row["count"] for row in rows}
+    of_operations = {row["status"]: row["count"] for row in operations}
     return Status(
         orders=shop["orders"],
         payments=shop["payments"],
         ledger_lines=shop["ledger_lines"],
         ledger_sum=shop["ledger_sum"],
-        jobs={status.value: counts.get(status, 0) for status in JobStatus},
+        jobs={status.value: of_jobs.get(status, 0) for status in JobStatus},
+        operations={status.value: of_operations.get(status, 0) for status in OperationStatus},
         failures=failures,
     )

@@ -13,8 +13,10 @@ from starlette.routing import Mount, Route
 from uuid6 import uuid7
 
 from examples.shop import tables, webhooks
-from examples.shop.jobs import Order, PaymentEvent, app, process_event, send_receipt, sync_inventory
-from recado.api import create_app
+from examples.shop.application import app
+from examples.shop.jobs import Order, PaymentEvent, process_event, send_receipt, sync_inventory
+from examples.shop.planner import planner
+from recado.api import Hub, create_app
 from recado.queue.connections import Pool
 
 INSERT_ORDER = "INSERT INTO shop.orders (id, customer, email, total_cents) VALUES ($1, $2, $3, $4)"
@@ -48,23 +50,29 @@ class NewEvent(BaseModel):
     amount_cents: Cents
 
 
-def create_service(pool: Pool, *, webhook_secret: str) -> Starlette:
-    """The shop, with recado's API at ``/queue``.
+def create_service(pool: Pool, *, webhook_secret: str, session_secret: str, hub: Hub | None = None) -> Starlette:
+    """The shop, with the planner at ``/blueprints`` and recado's API at ``/queue``.
 
     Args:
-        pool: connections to the database with both the shop's tables and the queue.
+        pool: connections to the database with both the shop's tables and the queue, as a role that row-level
+            security holds for.
         webhook_secret: what the payment provider signs its events with.
+        session_secret: what the shop signs its users' cookies with.
+        hub: tells open streams of changes; whoever serves the shop stops it at the end.
     """
+    hub = hub or Hub(app, pool)
     service = Starlette(
         routes=[
             Route("/", status),
             Route("/orders", place_order, methods=["POST"]),
             Route("/webhooks/payments", receive_event, methods=["POST"]),
-            Mount("/queue", create_app(app, pool)),
+            Mount("/queue", create_app(app, pool, hub=hub)),
+            planner(pool, session_secret=session_secret, hub=hub),
         ]
     )
     service.state.pool = pool
     service.state.webhook_secret = webhook_secret
+    service.state.session_secret = session_secret
     return service
 
 

@@ -1,8 +1,10 @@
-"""The HTTP side of the queue: health, metrics, and who may see them."""
+"""The HTTP side of the queue: health, metrics, operations, and who may see them."""
 
 from __future__ import annotations
 
 from recado.api.app import create_app
 from recado.api.auth import TokenBackend, User
+from recado.api.events import Hub
+from recado.api.operations import accepted, operation_routes
 
-__all__ = ["TokenBackend", "User", "create_app"]
+__all__ = ["Hub", "TokenBackend", "User", "accepted", "create_app", "operation_routes"]

@@ -212,6 +212,22 @@ def require_user(app: ASGIApp) -> ASGIApp:
     return guarded
 
 
+def is_from_another_site(conn: HTTPConnection) -> bool:
+    """Whether another site's page may be behind a request that a browser sent with its user's cookies.
+
+    Decided as Go's ``http.CrossOriginProtection`` does it: by Sec-Fetch-Site, which no page can set; by Origin against
+    Host, in browsers and on connections that do not have it; and what sends neither is no browser. Only the host is
+    compared, since behind a proxy the server does not know the scheme.
+    """
+    if conn.headers.get("authorization", "").lower().startswith("bearer "):
+        return False  # no browser adds that by itself, and another site's page must ask before it may
+    site = conn.headers.get("sec-fetch-site")
+    if site is not None:
+        return site not in {"none", "same-origin"}
+    origin = conn.headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != conn.headers.get("host")
+
+
 def _is_direct_and_local(conn: HTTPConnection) -> bool:
     return _is_local(conn) and not _is_forwarded(conn) and not _is_cross_origin(conn)
 

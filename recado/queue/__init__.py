@@ -19,6 +19,16 @@ from recado.queue.admin import (
 )
 from recado.queue.connections import asyncpg_connection
 from recado.queue.models import Job, JobError, JobStatus, NewJob
+from recado.queue.operations import (
+    OperationRow,
+    OperationStatus,
+    cancel_operation,
+    get_operation,
+    list_operations,
+    system,
+    tenant,
+)
+from recado.queue.schedules import ScheduleStatus, list_schedules, pause_schedule, resume_schedule
 
 __all__ = [
     "DeadGroup",
@@ -26,15 +36,26 @@ __all__ = [
     "JobError",
     "JobStatus",
     "NewJob",
+    "OperationRow",
+    "OperationStatus",
+    "ScheduleStatus",
     "asyncpg_connection",
     "cancel",
+    "cancel_operation",
     "dead_by_error",
     "get_job",
+    "get_operation",
     "list_errors",
     "list_jobs",
+    "list_operations",
+    "list_schedules",
     "pause",
+    "pause_schedule",
     "requeue",
     "requeue_dead",
     "resume",
+    "resume_schedule",
     "server_time",
+    "system",
+    "tenant",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
@@ -12,7 +11,8 @@ import asyncpg
 from recado.errors import IllegalTransition, JobNotFound
 from recado.queue.connections import Connection
 from recado.queue.limits import check_queue
-from recado.queue.models import Job, JobError, JobStatus
+from recado.queue.models import Job, JobError, JobStatus, read_json
+from recado.queue.operations import CANCELLED, JOB_TYPE_PREFIX, mark_error, system
 from recado.queue.statements import WOKEN, fill
 
 PAGE_SIZE = 100
@@ -56,14 +56,14 @@ GROUP BY 1, 2 ORDER BY 3 DESC, 1, 2 LIMIT $1
 
 CANCEL = """
 UPDATE {schema}.jobs
-SET status = 'cancelled', fence = fence + 1, finished_at = now(), updated_at = now(),
+SET status = 'cancelled', fence = fence % 2147483647 + 1, finished_at = now(), updated_at = now(),
     locked_at = NULL, locked_by = NULL
 WHERE id = $1 AND status IN ('pending', 'running')
-RETURNING CASE WHEN fence > 1 THEN pg_notify('{schema}_cancel', id::text) END
+RETURNING job_type, CASE WHEN fence > 1 THEN pg_notify('{schema}_cancel', id::text) END
 """
 """The fence moves, so that an attempt that is under way can no longer end the job; its worker is told by a
 NOTIFY, and by its next look at its leases where that gets lost. A job that was never claimed (its fence is
-1 only now) has nobody to be told."""
+1 only now) has nobody to be told. At its end the fence starts over, as in a claim."""
 
 REQUEUE = (
     """
@@ -71,7 +71,7 @@ WITH changed AS (
     UPDATE {schema}.jobs
     SET status = 'pending', attempts = 0, reclaims = 0, run_at = now(), finished_at = NULL, result = NULL,
         updated_at = now()
-    WHERE id = $1 AND status IN ('dead', 'cancelled', 'completed')
+    WHERE id = $1 AND status IN ('dead', 'cancelled', 'completed') AND job_type NOT LIKE 'operation.%'
     RETURNING id, queue, status, run_at
 ), """
     + WOKEN
@@ -80,7 +80,7 @@ SELECT id::text, (SELECT count(*) FROM woken) FROM changed
 """
 )
 """All attempts anew, at once; what went wrong before stays in job_errors. The key is kept, so an enqueue with
-it still finds this job."""
+it still finds this job. Not an operation's: its client was told of the end, and that is final."""
 
 REQUEUE_DEAD = (
     """
@@ -90,6 +90,7 @@ WITH changed AS (
     WHERE ctid = ANY (ARRAY(
         SELECT ctid FROM {schema}.jobs j
         WHERE status = 'dead' AND finished_at < coalesce($3, 'infinity'::timestamptz)
+          AND job_type NOT LIKE 'operation.%'
           AND ($1::text IS NULL OR job_type = $1) AND ($2::text IS NULL OR queue = $2)
         ORDER BY finished_at, j.id LIMIT $4 FOR UPDATE SKIP LOCKED
     ))
@@ -180,11 +181,16 @@ async def cancel(conn: Connection, job_id: UUID, *, schema: str | None = None) -
         JobNotFound: there is no such job.
         IllegalTransition: it had ended already.
     """
-    if await conn.fetchrow(fill(CANCEL, schema), job_id) is None:
-        job = await get_job(conn, job_id, schema=schema)
-        raise IllegalTransition(
-            f"cannot cancel job {job_id}: it is {job.status} already; requeue it if it should run again"
-        )
+    async with conn.transaction():  # an operation ends with its job, whoever cancels it
+        row = await conn.fetchrow(fill(CANCEL, schema), job_id)
+        if row is None:
+            job = await get_job(conn, job_id, schema=schema)
+            raise IllegalTransition(
+                f"cannot cancel job {job_id}: it is {job.status} already; requeue it if it should run again"
+            )
+        if row[0].startswith(JOB_TYPE_PREFIX):
+            async with system(conn):
+                await mark_error(conn, [job_id], CANCELLED, schema=schema)
 
 
 async def requeue(conn: Connection, job_id: UUID, *, schema: str | None = None) -> None:
@@ -192,10 +198,15 @@ async def requeue(conn: Connection, job_id: UUID, *, schema: str | None = None) 
 
     Raises:
         JobNotFound: there is no such job.
-        IllegalTransition: it is pending or running.
+        IllegalTransition: it is pending or running, or an operation's.
     """
     if not await conn.fetch(fill(REQUEUE, schema), job_id):
         job = await get_job(conn, job_id, schema=schema)
+        if job.job_type.startswith(JOB_TYPE_PREFIX):
+            raise IllegalTransition(
+                f"cannot requeue job {job_id}: it is an operation's, and its client was told how it ended; start "
+                "another operation"
+            )
         raise IllegalTransition(
             f"cannot requeue job {job_id}: it is {job.status} and will end by itself; cancel it first"
         )
@@ -247,7 +258,7 @@ async def resume(conn: Connection, queue: str, *, schema: str | None = None) -> 
 def _job(row: asyncpg.Record) -> Job:
     columns = {name: row[name] for name in row.keys()}  # noqa: SIM118 - a Record iterates over its values
     for name in ("payload", "result", "metadata"):
-        columns[name] = None if columns[name] is None else json.loads(columns[name], parse_int=_integer)
+        columns[name] = None if columns[name] is None else read_json(columns[name])
     for name in ("id", "locked_by"):
         columns[name] = _uuid(columns[name])
     return Job(**columns | {"status": JobStatus(columns["status"])})
@@ -255,11 +266,3 @@ def _job(row: asyncpg.Record) -> Job:
 
 def _uuid(text: str | None) -> UUID | None:
     return None if text is None else UUID(text)
-
-
-def _integer(digits: str) -> int | str:
-    """A number that somebody inserted by hand may have more digits than Python converts (4,300); then its text."""
-    try:
-        return int(digits)
-    except ValueError:
-        return digits

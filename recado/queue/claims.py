@@ -27,7 +27,7 @@ _LANE = """
 CLAIM = (
     """
 UPDATE {schema}.jobs j
-SET status = 'running', fence = fence + 1, locked_at = now(), locked_by = $1, updated_at = now()
+SET status = 'running', fence = fence % 2147483647 + 1, locked_at = now(), locked_by = $1, updated_at = now()
 FROM unnest(ARRAY(
     SELECT ctid FROM ("""
     + "\n        UNION ALL".join(
@@ -39,8 +39,9 @@ FROM unnest(ARRAY(
     LIMIT $3
 )) AS claimed (tid)
 WHERE j.ctid = claimed.tid AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
-RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclaims, fence, run_at, created_at,
-    metadata, extract(epoch FROM clock_timestamp() - greatest(run_at, created_at))::float8
+RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclaims, fence, run_at,
+    greatest(least(created_at, now()), '1970-01-01 00:00:00+00'), metadata,
+    extract(epoch FROM clock_timestamp() - greatest(run_at, least(created_at, now())))::float8
 """
 )
 """Claim up to $3 jobs of queue $2, most urgent first, each lane in the order of run_at and id.
@@ -58,6 +59,8 @@ RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclai
 - Its commit does not wait for the disk: a claim that a crash undoes leaves its jobs pending. The setting is
   local to the statement's own transaction, so that nothing of it stays behind in a pooler's connection.
 - RETURNING has no order: the caller sorts.
+- No row may keep its queue from being claimed, whatever somebody inserted by hand: at its end the fence starts over
+  instead of overflowing, and a ``created_at`` that Python's datetime cannot hold comes back as one that it can.
 """
 
 LOOK = (

@@ -70,7 +70,7 @@ WITH changed AS (
     UPDATE {schema}.jobs
     SET status = CASE WHEN reclaims + 1 >= $1 THEN 'dead' ELSE 'pending' END,
         finished_at = CASE WHEN reclaims + 1 >= $1 THEN now() END,
-        reclaims = reclaims + 1,
+        reclaims = least(reclaims + 1, 32767),
         last_error = 'the worker that ran the job disappeared (' || (reclaims + 1) || ' of ' || $1 || ')',
         locked_at = NULL, locked_by = NULL, updated_at = now()
     WHERE ctid = ANY (ARRAY(
@@ -101,7 +101,8 @@ FROM changed
 """Orphans: jobs that run without a worker whose heartbeat is fresh and whose lease, counted from its last renewal,
 has not run out; both by what that worker itself has registered, since settings differ. No attempt is counted: the
 handler did not fail, its worker did. A statement of its own, apart from the claim: ``pending OR stale`` in one would
-keep the claim from its index. SKIP LOCKED: a row that is being finished right now is no orphan."""
+keep the claim from its index. SKIP LOCKED: a row that is being finished right now is no orphan. ``least``: a row
+inserted by hand with all the reclaims that a smallint holds must not keep the others from being taken over."""
 
 
 async def renew(

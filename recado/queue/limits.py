@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from uuid import UUID
 
 from recado.errors import EnqueueError
 
@@ -21,6 +22,9 @@ MAX_PAYLOAD_BYTES = 256 * 1024
 
 MAX_RESULT_BYTES = 256 * 1024
 """Of a result as JSON; the same size as a payload, since a result is often the next job's payload."""
+
+MAX_CREATED_BY = 256
+"""Characters of who started an operation: an id, or an e-mail address, which has 254."""
 
 MAX_MAX_ATTEMPTS = 32_767
 """What a smallint holds."""
@@ -140,6 +144,21 @@ def check_idempotency_key(key: str) -> str:
             "cannot use this idempotency key: it has a NUL character, which PostgreSQL cannot store; remove it"
         )
     return key
+
+
+def check_created_by(value: str | UUID | int) -> str:
+    """Who started an operation, as text.
+
+    Raises:
+        EnqueueError: it is longer than 256 characters, or no text PostgreSQL could store.
+    """
+    text = str(value)
+    if len(text) > MAX_CREATED_BY or not text.isprintable():
+        raise EnqueueError(
+            f"cannot use {shortened(text)} as created_by: it must be printable text of at most {MAX_CREATED_BY} "
+            "characters; pass the user's id"
+        )
+    return text
 
 
 def shortened(value: object, limit: int = 80) -> str:

@@ -15,6 +15,10 @@ SELECT pg_try_advisory_xact_lock($1), set_config('idle_in_transaction_session_ti
 The transaction ends by itself when its client falls silent: a process that is stopped, or whose network is cut,
 right between two of its statements would else keep everybody from the sweep for as long as that lasts."""
 
+WAIT_FOR_LOCK = TRY_LOCK.replace("pg_try_advisory_xact_lock", "pg_advisory_xact_lock")
+"""For what everybody has to do in turn, not one for all. The idle timeout bounds the wait: a holder that fell silent
+loses the lock."""
+
 
 def lock_key(purpose: str, schema: str | None) -> int:
     """The lock's number: the same in every process, whatever its hash seed."""
@@ -26,3 +30,8 @@ async def try_upkeep_lock(conn: Connection, purpose: str, *, schema: str | None 
     """Take the lock for ``purpose`` until the transaction ends, if nobody has it."""
     taken: bool = await conn.fetchval(TRY_LOCK, lock_key(purpose, schema))
     return taken
+
+
+async def wait_for_lock(conn: Connection, purpose: str, *, schema: str | None = None) -> None:
+    """Take the lock for ``purpose`` until the transaction ends, after whoever has it."""
+    await conn.execute(WAIT_FOR_LOCK, lock_key(purpose, schema))

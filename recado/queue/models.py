@@ -130,3 +130,22 @@ class JobError:
     error_class: str
     message: str = field(repr=False)
     traceback: str | None = field(repr=False)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text from the table.
+
+    Somebody may have inserted by hand what Python does not read: it comes as text then, a number of more than 4,300
+    digits or all of what is nested too deeply. No list may fail for one row of it.
+    """
+    try:
+        return json.loads(text, parse_int=_integer)
+    except RecursionError:
+        return text
+
+
+def _integer(digits: str) -> int | str:
+    try:
+        return int(digits)
+    except ValueError:
+        return digits

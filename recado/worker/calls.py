@@ -17,6 +17,7 @@ from recado.queue.connections import Connection
 from recado.queue.finishes import Failure
 from recado.queue.models import ClaimedJob
 from recado.worker.failures import describe
+from recado.worker.operations import Operation
 
 logger = logging.getLogger("recado.worker")
 
@@ -45,6 +46,7 @@ async def call(
     job: ClaimedJob,
     *,
     conn: Connection | None,
+    operation: Operation | None = None,
     state: Mapping[str, Any],
     timeout: float | None,
     in_thread: InThread,
@@ -53,6 +55,7 @@ async def call(
 
     Args:
         conn: for a transactional handler, in its transaction.
+        operation: for the handler of one.
         timeout: seconds, for a handler that has no timeout of its own.
 
     Returns:
@@ -66,7 +69,7 @@ async def call(
     arguments = (decode_payload(handler.adapter, job.payload),) if handler.takes_payload else ()
     named: dict[str, Any] = {}
     if handler.wants:
-        available = {"conn": conn, "job": job, "state": state}
+        available = {"conn": conn, "job": job, "operation": operation, "state": state}
         named = {name: available[name] for name in handler.wants}
     if handler.timeout is not None:
         timeout = handler.timeout

@@ -21,9 +21,11 @@ from recado.queue import finishes, stats
 from recado.queue.connections import TRANSIENT, Link
 from recado.queue.finishes import Completion, Failure, Release
 from recado.queue.models import ClaimedJob, JobStatus
+from recado.queue.operations import FAILED, system
 from recado.queue.stats import Tally
 from recado.worker.alerts import raise_alerts
 from recado.worker.events import Event, EventKind, Observer
+from recado.worker.operations import end_dead, end_done, is_operation
 from recado.worker.retrying import Waits
 
 logger = logging.getLogger("recado.worker")
@@ -52,7 +54,7 @@ class _Batch:
 
     def jobs(self) -> Iterable[ClaimedJob]:
         for entries in (self.completions, self.failures, self.releases):
-            for job, _ in entries:
+            for job, _ in list(entries):
                 yield job
 
 
@@ -87,11 +89,16 @@ class Finisher:
     def fail(self, job: ClaimedJob, failure: Failure) -> None:
         """The attempt ended badly."""
         self._gathering.failures.append((job, failure))
+        self.count_failed(job, failure.run_time)
+        self._wakeup.set()
+
+    def count_failed(self, job: ClaimedJob, run_time: float, *, dead: int = 0) -> None:
+        """Count an attempt that ended badly, and in how many deaths."""
         tally = self._tallies[job.queue, job.job_type]
         tally.failed += 1
-        tally.run_seconds += failure.run_time
+        tally.dead += dead
+        tally.run_seconds += run_time
         tally.wait_seconds += max(0.0, job.waited)
-        self._wakeup.set()
 
     def release(self, job: ClaimedJob, wait: float | None = None) -> None:
         """The attempt does not count: the job goes back, to be run again at once or after ``wait`` seconds."""
@@ -101,6 +108,12 @@ class Finisher:
     def unwritten(self) -> set[UUID]:
         """The jobs whose end is not in the table yet."""
         return {job.id for batch in (self._writing, self._gathering) for job in batch.jobs()}
+
+    def leases(self) -> list[tuple[UUID, int]]:
+        """These jobs, each with its fence. Called from the lease thread: each list is copied in one step, and what
+        gathers is asked first, since it moves on to what is being written."""
+        jobs = [job for batch in (self._gathering, self._writing) for job in batch.jobs()]
+        return [(job.id, job.fence) for job in jobs]
 
     def close(self) -> None:
         """Let :meth:`run` return once all is written."""
@@ -174,10 +187,16 @@ class Finisher:
             # A failure that cannot be written either leaves the job to its lease, which is renewed no more.
 
     async def _complete(self, entries: Sequence[tuple[ClaimedJob, Completion]]) -> None:
+        schema = self._app.schema
         async with self._link.connection() as conn:
-            done = await finishes.complete(
-                conn, self._worker_id, [completion for _, completion in entries], schema=self._app.schema
-            )
+            if any(is_operation(job.job_type) for job, _ in entries):
+                # The result stands with the operation, where its client may read it.
+                ends = [e._replace(result=None) if is_operation(job.job_type) else e for job, e in entries]
+                async with system(conn):
+                    done = await finishes.complete(conn, self._worker_id, ends, schema=schema)
+                    await end_done(conn, entries, done, schema=schema)
+            else:
+                done = await finishes.complete(conn, self._worker_id, [end for _, end in entries], schema=schema)
         self._report(EventKind.COMPLETED, entries, done)
 
     async def _release(self, entries: Sequence[tuple[ClaimedJob, Release]]) -> None:
@@ -194,6 +213,7 @@ class Finisher:
             dead = [failed for failed in ended if failed.status is JobStatus.DEAD]
             classes = {failure.id: failure.error_class for failure in failures}
             await raise_alerts(conn, self._app, [(failed, classes[failed.id]) for failed in dead])
+            await end_dead(conn, self._app, dead, FAILED)
         for failed in dead:
             self._tallies[failed.queue, failed.job_type].dead += 1
         self._report(EventKind.FAILED, entries, {f.id for f in ended if f.status is not JobStatus.DEAD}, lost=False)

@@ -69,9 +69,11 @@ class Leases:
         self._ready = threading.Event()
         self._nudge: asyncio.Event
         self._stopping = False
-        self._pinged = 0.0
         self._answered = True
         self._warned = False
+        self._suspect: UUID | None = None
+        """The job that blocked the loop at the last look."""
+        self._blocked_since = 0.0
 
     def start(self) -> None:
         """Start the thread. The worker has to be registered already."""
@@ -197,21 +199,32 @@ class Leases:
 
     def _watch_main_loop(self) -> None:
         now = time.monotonic()
-        if self._answered:
-            if self._runner.running():
-                self._answered, self._warned, self._pinged = False, False, now
-                self._main_loop.call_soon_threadsafe(self._answer)
-        elif not self._warned and now - self._pinged > MAX_LAG:
+        if not self._answered:
+            self._watch_blocker(now)
+        elif self._runner.running():
+            self._answered, self._warned = False, False
+            self._suspect, self._blocked_since = None, now
+            self._main_loop.call_soon_threadsafe(self._answer)
+
+    def _watch_blocker(self, now: float) -> None:
+        frame = sys._current_frames().get(self._main_thread)
+        job = _job_of(frame)
+        suspect = None if job is None else job.id
+        if suspect != self._suspect:
+            if self._suspect is not None or self._warned:
+                # Handlers that begin together may block the loop one after the other, without an answer between
+                # them: each is named, and for its own time.
+                self._blocked_since = now
+            self._suspect, self._warned = suspect, False
+        if not self._warned and now - self._blocked_since > MAX_LAG:
             self._warned = True
-            self._name_blocker(now - self._pinged)
+            self._name_blocker(job, frame, now - self._blocked_since)
 
     def _answer(self) -> None:
         self._answered = True
 
-    def _name_blocker(self, lag: float) -> None:
-        frame = sys._current_frames().get(self._main_thread)
+    def _name_blocker(self, job: ClaimedJob | None, frame: FrameType | None, lag: float) -> None:
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown place"
-        job = _job_of(frame)
         if job is None:
             logger.warning("the event loop has been blocked for %.1f s, not by a job, at %s", lag, where)
         else:

@@ -19,16 +19,19 @@ from uuid import UUID
 import asyncpg
 from asyncpg.transaction import Transaction
 
-from recado.app import JobHandler, Recado
+from recado.app import JobHandler, OperationHandler, Recado
 from recado.errors import LeaseLost, RecadoError
 from recado.queue import finishes
 from recado.queue.connections import STATEMENT_TIMEOUT, TRANSIENT, Connection, Pool
 from recado.queue.finishes import Completion
 from recado.queue.models import ClaimedJob
+from recado.queue.operations import OperationStatus
 from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
 from recado.worker.events import Event, EventKind, Observer
 from recado.worker.finisher import Finisher
 from recado.worker.handover import Handover
+from recado.worker.operations import Connect, Operation, begin
+from recado.worker.operations import result_of as result_of_operation
 
 logger = logging.getLogger("recado.worker")
 
@@ -107,6 +110,7 @@ class Runner:
         self,
         app: Recado,
         pool: Pool,
+        connect: Connect,
         finisher: Finisher,
         worker_id: UUID,
         queues: Mapping[str, int],
@@ -116,6 +120,7 @@ class Runner:
     ) -> None:
         self._app = app
         self._connections = Handover(pool)
+        self._connect = connect
         self._finisher = finisher
         self._worker_id = worker_id
         self._timeout = timeout
@@ -170,7 +175,10 @@ class Runner:
     def leases(self) -> list[tuple[UUID, int]]:
         """All jobs this process holds, each with its fence. Called from the lease thread: a copy of the dict's
         values is one step under the interpreter's lock."""
-        return [(attempt.job.id, attempt.job.fence) for attempt in list(self._attempts.values())]
+        held = [(attempt.job.id, attempt.job.fence) for attempt in list(self._attempts.values())]
+        # Where handlers block the loop one after the other, the end of the first is written after that of the last.
+        # Asked behind the attempts, for that is how they move on.
+        return held + self._finisher.leases()
 
     def held(self) -> set[UUID]:
         """The ids of all jobs in this process."""
@@ -331,7 +339,9 @@ class Runner:
         job = attempt.job
         try:
             handler = handler_of(self._app, job)
-            if "conn" in handler.wants:
+            if isinstance(handler, OperationHandler):
+                await self._run_operation(attempt, handler)
+            elif "conn" in handler.wants:
                 await self._run_in_transaction(attempt, handler)
             else:
                 value = await self._call(attempt, handler, None)
@@ -342,11 +352,18 @@ class Runner:
             # All of it: a handler may raise SystemExit, or cancel itself, and must not take the worker along.
             self._settle(attempt, error)
 
-    def _call(self, attempt: Attempt, handler: JobHandler[Any, Any, Any], conn: Connection | None) -> Awaitable[Any]:
+    def _call(
+        self,
+        attempt: Attempt,
+        handler: JobHandler[Any, Any, Any],
+        conn: Connection | None,
+        operation: Operation | None = None,
+    ) -> Awaitable[Any]:
         return call(
             handler,
             attempt.job,
             conn=conn,
+            operation=operation,
             state=self.state,
             timeout=self._timeout,
             in_thread=partial(self._in_thread, attempt),
@@ -391,6 +408,35 @@ class Runner:
                 await self._connections.give_back(conn, clean=clean)
         self._finisher.count_completed(job, self._elapsed(attempt))
         self._observe(Event(EventKind.COMPLETED, jobs=(job.id,)))
+
+    async def _run_operation(self, attempt: Attempt, handler: OperationHandler[Any, Any, Any]) -> None:
+        """Run a handler whose progress clients watch; its operation ends in the transaction that ends the job."""
+        job = attempt.job
+
+        def settle() -> None:
+            attempt.settling = True  # the lease is gone by the handler's own will: that must not cancel it
+
+        try:
+            operation = await begin(job, self._worker_id, self._connect, schema=self._app.schema, on_end=settle)
+        except (*TRANSIENT, asyncpg.PostgresError) as error:
+            raise _Infrastructure from error
+        try:
+            async with operation:
+                value = await self._call(attempt, handler, None, operation)
+            if not operation.ended:
+                self._finisher.complete(job, result_of_operation(value), self._elapsed(attempt))
+                return
+        except BaseException as error:
+            if not operation.ended:
+                raise
+            logger.warning("operation %s had ended when its handler raised %s", job.id, type(error).__name__)
+        elapsed = self._elapsed(attempt)
+        if operation.status is OperationStatus.DONE:
+            self._finisher.count_completed(job, elapsed)
+            self._observe(Event(EventKind.COMPLETED, jobs=(job.id,)))
+        else:
+            self._finisher.count_failed(job, elapsed, dead=1)
+            self._observe(Event(EventKind.DIED, jobs=(job.id,)))
 
     def _elapsed(self, attempt: Attempt) -> float:
         elapsed = time.monotonic() - attempt.started

@@ -16,8 +16,9 @@ from uuid import UUID
 import asyncpg
 from uuid6 import uuid7
 
+from recado import cron
 from recado.app import Recado
-from recado.errors import ConfigurationError
+from recado.errors import ConfigurationError, InvalidSchedule
 from recado.queue import leases, retention, workers
 from recado.queue.connections import Connector, Link, Pool, connector
 from recado.queue.limits import check_queue
@@ -33,6 +34,7 @@ from recado.worker.hunger import Hunger
 from recado.worker.leases import Leases
 from recado.worker.listener import Listener
 from recado.worker.runner import Runner
+from recado.worker.scheduler import Scheduler
 from recado.worker.upkeep import RECLAIM_INTERVAL, Upkeep
 
 logger = logging.getLogger("recado.worker")
@@ -105,6 +107,7 @@ class Worker:
         observe: Observer = ignore,
     ) -> None:
         _check(queues, lease=lease, heartbeat=heartbeat, silence=silence, poll_interval=poll_interval)
+        _check_expiry()
         self.id: UUID = uuid7()
         self.app = app
         self._connector: Connector = connector(database)
@@ -169,7 +172,9 @@ class Worker:
                 waits for it.
         """
         async with AsyncExitStack() as stack:
-            links = {role: Link(self._connector, role) for role in ("claims", "sweeps", "finisher", "upkeep")}
+            links = {
+                role: Link(self._connector, role) for role in ("claims", "sweeps", "finisher", "operations", "upkeep")
+            }
             for link in links.values():
                 stack.push_async_callback(link.close)
             async with links["claims"].connection() as conn:
@@ -180,7 +185,14 @@ class Worker:
                 await stack.enter_async_context(pool)
             finisher = Finisher(self.app, links["finisher"], self.id, self._observe)
             runner = Runner(
-                self.app, pool, finisher, self.id, self._queues, timeout=self._timeout, observe=self._observe
+                self.app,
+                pool,
+                links["operations"].connection,
+                finisher,
+                self.id,
+                self._queues,
+                timeout=self._timeout,
+                observe=self._observe,
             )
             runner.state = await stack.enter_async_context(self.app.run_lifespan())
             await self._serve(links, finisher, runner)
@@ -222,11 +234,13 @@ class Worker:
             keep=self._keep,
             observe=self._observe,
         )
+        # On the connection of the sweeps: a tick is a few short statements, and one more connection is dear.
+        scheduler = Scheduler(self.app, links["upkeep"], self.id, upkeep.system_tasks(), observe=self._observe)
         listener = self._listener(claimers, runner, lease_thread)
         lease_thread.start()
         try:
             async with asyncio.TaskGroup() as background:
-                endless = (listener.run(), upkeep.run(), lease_thread.watch())
+                endless = (listener.run(), upkeep.run(), scheduler.run(), lease_thread.watch())
                 ending = [background.create_task(task) for task in endless]
                 finishing = background.create_task(finisher.run())
                 await self._claim(claimers, runner)
@@ -320,6 +334,13 @@ def _listen_connector(listen: str | None, database: Connector) -> Connector:
     if listen is None and (dsn := settings().listen_dsn) is not None:
         listen = dsn.get_secret_value()
     return database if listen is None else connector(listen)
+
+
+def _check_expiry() -> None:
+    try:
+        cron.check(settings().expiry_schedule, "UTC")
+    except InvalidSchedule as error:
+        raise ConfigurationError(f"cannot start a worker: RECADO_EXPIRY_SCHEDULE is wrong: {error}") from None
 
 
 def _check(queues: Mapping[str, int], *, lease: float, heartbeat: float, silence: float, poll_interval: float) -> None:

@@ -1,4 +1,4 @@
-"""A pool for the API to use, clients to ask it, and servers that do not answer."""
+"""Pools for the API to use, operations to look at, clients to ask for them, and servers that do not answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import parse_qsl, urlsplit
+from uuid import UUID
 
 import asyncpg
 import httpx
@@ -15,8 +16,11 @@ import pytest_asyncio
 from starlette.types import ASGIApp
 
 from recado.app import Recado
+from recado.queue import operations
 from recado.queue.connections import Connection, Pool
+from recado.queue.models import NewJob
 from recado.settings import Token
+from tests.queue.support import ordinary_role
 
 POOL_SIZE = 2
 
@@ -27,6 +31,16 @@ Ask = Callable[..., httpx.AsyncClient]
 async def pool(dsn: str) -> AsyncIterator[Pool]:
     """A pool that connects when it is first used."""
     async with asyncpg.create_pool(dsn, min_size=0, max_size=POOL_SIZE) as pool:
+        yield pool
+
+
+@pytest_asyncio.fixture
+async def tenant_pool(conn: asyncpg.Connection, dsn: str, schema: str) -> AsyncIterator[Pool]:
+    """The pool of a role that row-level security binds; its connections pass from tenant to tenant."""
+    async with (
+        ordinary_role(conn, dsn, schema) as url,
+        asyncpg.create_pool(url, min_size=0, max_size=POOL_SIZE) as pool,
+    ):
         yield pool
 
 
@@ -56,6 +70,27 @@ async def insert(conn: Connection, schema: str, status: str = "pending", job_typ
         job_type,
         status,
     )
+
+
+async def start(conn: Connection, organization_id: str, kind: str = "import") -> UUID:
+    """An operation that is pending."""
+    return await operations.start(conn, NewJob(f"operation.{kind}", "{}"), organization_id=organization_id)
+
+
+async def begin(conn: Connection, job_id: UUID) -> None:
+    """A worker begins it."""
+    async with operations.system(conn):
+        await operations.mark_processing(conn, job_id, 1)
+
+
+async def progress(conn: Connection, job_id: UUID, percent: int) -> None:
+    async with operations.system(conn):
+        await operations.set_progress(conn, job_id, 1, percent)
+
+
+async def finish(conn: Connection, job_id: UUID, result: str = "null") -> None:
+    async with operations.system(conn):
+        assert await operations.mark_done(conn, [(job_id, 1, result)]) == {job_id}
 
 
 async def assert_whole(pool: Pool) -> None:

@@ -73,10 +73,10 @@ class WorkerProcess:
         async with asyncio.timeout(PATIENCE):
             return await self.process.wait()
 
-    async def logged(self, text: str) -> None:
-        """Wait until it has logged ``text``."""
+    async def logged(self, text: str, since: int = 0) -> None:
+        """Wait until it has logged ``text``, not counting its first ``since`` lines."""
         async with asyncio.timeout(PATIENCE):
-            while not any(text in line for line in self.log):
+            while not any(text in line for line in self.log[since:]):
                 self._logged.clear()
                 await self._logged.wait()
 
@@ -88,11 +88,13 @@ class WorkerProcess:
 
 
 @asynccontextmanager
-async def worker_process(dsn: str, handled: Path, *options: str, **environment: str) -> AsyncIterator[WorkerProcess]:
+async def worker_process(
+    dsn: str, handled: Path, *options: str, app: str = "tests.chaos.apps:app", **environment: str
+) -> AsyncIterator[WorkerProcess]:
     """A worker as a process of its own; killed at the end, if it has not ended before."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "recado", "worker", "tests.chaos.apps:app", *options),
+        *("-m", "recado", "worker", app, *options),
         cwd=ROOT,
         env={**os.environ, "RECADO_DSN": dsn, "HANDLED": str(handled), **environment},
         stderr=asyncio.subprocess.PIPE,

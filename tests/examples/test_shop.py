@@ -28,7 +28,9 @@ import pytest
 import pytest_asyncio
 
 from examples.shop import tables, webhooks
-from examples.shop.jobs import Day, Order, app, outages, process_event, reconcile, send_receipt, sync_inventory
+from examples.shop.application import app
+from examples.shop.backups import KEPT
+from examples.shop.jobs import OPERATIONS, Day, Order, outages, process_event, reconcile, send_receipt, sync_inventory
 from examples.shop.mailbox import mail_server
 from examples.shop.web import create_service
 from recado import embedded
@@ -36,11 +38,10 @@ from recado.queue import get_job, list_errors, list_jobs, requeue
 from recado.queue.connections import Pool
 from recado.queue.models import Job
 from recado.worker import EventKind
+from tests.examples.conftest import SECRET
 from tests.worker.support import Observed, working
 
 PROJECT = Path(__file__).parents[2]
-
-SECRET = "whsec_test"
 
 SECONDS = float(os.environ.get("SHOP_TEST_SECONDS", "5"))
 """How long the shop is open in the test of the whole; a minute shows more of it, and is for a quiet hour."""
@@ -54,12 +55,6 @@ QUEUES = {"default": 5, "mail": 5}
 
 
 # --- the endpoints, with a real worker and a real mail server ---
-
-
-@pytest.fixture(autouse=True)
-def shop_schema(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shop was imported before the suite chose its schema."""
-    monkeypatch.setattr(app, "schema", schema)
 
 
 @pytest_asyncio.fixture
@@ -88,7 +83,7 @@ async def worker(pool: Pool, mails: Path) -> AsyncIterator[Observed]:
 
 @pytest_asyncio.fixture
 async def shop(pool: Pool) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_service(pool, webhook_secret=SECRET))
+    transport = httpx.ASGITransport(create_service(pool, webhook_secret=SECRET, session_secret=SECRET))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
 
@@ -439,7 +434,27 @@ async def audit(conn: asyncpg.Connection, mails: Path, schema: str) -> int:
     for job in of_type["reconcile.daily"]:
         result = json.loads(job["result"])
         assert (result["mismatched"], result["balance_cents"]) == ([], 0)
+    await audit_plans(conn, mails.with_name("backups"), {job["id"]: job["status"] for job in jobs}, schema)
     return len(orders)
+
+
+async def audit_plans(conn: asyncpg.Connection, backups: Path, jobs: dict[UUID, str], schema: str) -> None:
+    """The same for what the robot plans, asked as the superuser, who sees it."""
+    operations = await conn.fetch(f"SELECT job_id, kind, status, progress, error FROM {schema}.operations")
+    assert {operation["kind"] for operation in operations} == {operation.kind for operation in OPERATIONS}
+    for operation in operations:
+        if operation["error"] is None:
+            assert (operation["status"], operation["progress"], jobs[operation["job_id"]]) == ("done", 100, "completed")
+        else:
+            assert (operation["kind"], operation["status"]) == ("blueprint_import", "error")
+            assert jobs[operation["job_id"]] == "dead"
+            assert re.fullmatch(r"Line \d+ is wrong: height_units .*", operation["error"])
+    assert await conn.fetchval("SELECT count(*) FROM shop.blueprints WHERE imported_at IS NULL") == 0
+    assert await conn.fetchval("SELECT count(DISTINCT name) - count(*) FROM shop.blueprints") == 0
+    written = {row["file"]: row["sha256"] for row in await conn.fetch("SELECT file, sha256 FROM shop.backups")}
+    assert 1 <= len(written) <= KEPT
+    for name, sha256 in written.items():
+        assert json.loads((backups / name).read_bytes().splitlines()[-1]) == {"sha256": sha256}
 
 
 async def test_nothing_is_lost_or_done_twice(tmp_path: Path, schema: str) -> None:
@@ -447,6 +462,8 @@ async def test_nothing_is_lost_or_done_twice(tmp_path: Path, schema: str) -> Non
     code, output = await run(tmp_path, "--port=0", "--rate=50", f"--seconds={SECONDS}")
     assert code == 0, output
     assert "the shop is open at http://127.0.0.1:" in output
+    assert re.search(r"plan and watch at http://127\.0\.0\.1:\d+/blueprints", output)
+    assert re.search(r"operations: 0 pending, 0 processing, [1-9]\d* done, [1-9]\d* error", output)
     async with books(tmp_path) as conn:
         first = await audit(conn, mails, schema)
         assert first > 10 * SECONDS

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -20,6 +21,8 @@ PATIENCE = 20.0
 """Seconds until a signal that should have come is taken for missing; nothing waits for it where all is well."""
 
 SENTINEL = "sentinel"
+
+ALL_RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
 
 WORKER = UUID("00000000-0000-4000-8000-000000000001")
 """Holds the jobs that :func:`insert` puts in as running."""
@@ -72,6 +75,25 @@ async def blocked(observer: asyncpg.Connection, waiting: asyncpg.Connection) -> 
     async with asyncio.timeout(PATIENCE):
         while not await observer.fetchval("SELECT cardinality(pg_blocking_pids($1)) > 0", waiting.get_server_pid()):
             pass
+
+
+@asynccontextmanager
+async def ordinary_role(
+    owner: asyncpg.Connection, dsn: str, schema: str, rights: str = ALL_RIGHTS
+) -> AsyncIterator[str]:
+    """The URL of ``dsn`` for a role that owns nothing and is no superuser, but may do ``rights`` with each table."""
+    name = f"recado_test_{uuid4().hex}"  # roles belong to the whole server
+    password = uuid4().hex
+    await owner.execute(f"CREATE ROLE {name} LOGIN PASSWORD '{password}' NOSUPERUSER NOBYPASSRLS")
+    try:
+        if rights:
+            await owner.execute(
+                f"GRANT USAGE ON SCHEMA {schema} TO {name}; GRANT {rights} ON ALL TABLES IN SCHEMA {schema} TO {name}"
+            )
+        host = urlsplit(dsn).netloc.rpartition("@")[2]
+        yield urlsplit(dsn)._replace(netloc=f"{name}:{password}@{host}").geturl()
+    finally:
+        await owner.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
 
 
 NOT_OURS = re.compile(r"BEGIN|COMMIT|ROLLBACK|SAVEPOINT|RELEASE|.*('jit'|typeinfo_tree)", re.DOTALL)

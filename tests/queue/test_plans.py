@@ -8,7 +8,8 @@ same, with the parameters' values known (a custom plan) and unknown (a generic o
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,10 +19,11 @@ import asyncpg
 import pytest
 import pytest_asyncio
 
-from recado.queue import admin, claims, enqueue, finishes, leases, retention
+from recado.queue import admin, claims, enqueue, finishes, leases, operations, retention
 from recado.queue.finishes import Completion, Failure, Release
 from recado.queue.models import NewJob
-from tests.queue.support import WORKER
+from recado.queue.statements import fill
+from tests.queue.support import WORKER, ordinary_role
 
 MANY = 30_000
 """Rows of which reading all costs more than looking 1,000 up, though not by so much that no planner could err."""
@@ -139,6 +141,9 @@ class Catching:
 
     fetchrow = fetchval = execute = fetch
 
+    def transaction(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
 
 async def caught(use: Callable[[Any], Awaitable[Any]], *answers: Any) -> Sent:
     """The statement that ``use`` sends, as it sends it, when the ones before get ``answers``."""
@@ -208,6 +213,9 @@ HOT = {
         {KEY}, lambda conn, ids, _: admin.list_jobs(conn, before=ids[-1], limit=len(ids)), modes=(CUSTOM, AUTO)
     ),
     "PRUNE": Hot({KEY, TID}, lambda conn, ids, _: retention.prune(conn, limit=len(ids))),
+    "LOCK_JOBS of an expiry": Hot({KEY}, lambda conn, ids, _: conn.fetch(fill(operations.LOCK_JOBS, None), ids)),
+    "JOBS_THERE of an expiry": Hot({KEY}, lambda conn, ids, _: conn.fetch(fill(operations.JOBS_THERE, None), ids)),
+    "CANCEL_JOBS": Hot({KEY}, lambda conn, ids, _: conn.fetch(fill(operations.CANCEL_JOBS, None), ids)),
 }
 
 
@@ -258,15 +266,15 @@ def nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from nodes(child)
 
 
-def ways(node: dict[str, Any]) -> set[str]:
+def ways(node: dict[str, Any], table: str = "jobs") -> set[str]:
     """How a plan gets at the jobs: by which indexes, or by what kind of scan."""
     return {
         found.get("Index Name", found["Node Type"])
         for found in nodes(node)
-        if found.get("Relation Name", "jobs") == "jobs"
+        if found.get("Relation Name", table) == table
         and ("Index Name" in found or "Scan" in found["Node Type"])
         and found["Node Type"] not in ("Bitmap Heap Scan", "Subquery Scan", "Function Scan", "CTE Scan", "ModifyTable")
-        and found.get("Index Name", "jobs_").startswith("jobs_")
+        and found.get("Index Name", f"{table}_").startswith(f"{table}_")
     }
 
 
@@ -400,3 +408,123 @@ async def test_a_claim_does_not_walk_over_jobs_of_a_later_time_nor_below_its_flo
     scans = [node for node in nodes(claim) if node.get("Index Name") == CLAIM]
     assert [node["Actual Rows"] for node in scans] == [400, 0, 0, 0]
     assert [node.get("Rows Removed by Filter", 0) for node in scans] == [0] * 4
+
+
+# --- operations, as an ordinary role sees them: past the policy ---
+
+FILL_OPERATIONS = """
+INSERT INTO {schema}.operations (job_id, organization_id, kind, status, fence, created_at, updated_at)
+SELECT overlay(gen_random_uuid()::text PLACING lpad(to_hex(n), 8, '0') FROM 1)::uuid, (n % 50 + 1)::text, 'plan', $1, 1,
+       now() - $3::interval + n * interval '1 second', now() - $3::interval + n * interval '1 second'
+FROM generate_series(1, $2::integer) AS n
+"""
+
+LONG_AGO = timedelta(days=60)
+LAST_WEEK = timedelta(days=7)
+THIS_MORNING = timedelta(hours=9)
+
+
+async def put_operations(
+    conn: asyncpg.Connection, schema: str, status: str, number: int, age: timedelta = LAST_WEEK
+) -> None:
+    await conn.execute(FILL_OPERATIONS.format(schema=schema), status, number, age)
+
+
+async def operations_mixture(conn: asyncpg.Connection, schema: str) -> None:
+    """Nearly all have ended, most of them less than a retention ago; a few are young, and a few were forgotten."""
+    for status, share, age in (("done", 0.85, LAST_WEEK), ("error", 0.06, LAST_WEEK), ("done", 0.05, LONG_AGO)):
+        await put_operations(conn, schema, status, int(MANY * share), age)
+    for status in ("pending", "processing"):
+        await put_operations(conn, schema, status, int(MANY * 0.01), THIS_MORNING)
+        await put_operations(conn, schema, status, int(MANY * 0.01), timedelta(0))
+
+
+async def the_truth_of_operations(conn: asyncpg.Connection, schema: str) -> None:
+    await operations_mixture(conn, schema)
+    await conn.execute(f"ANALYZE {schema}.operations")
+
+
+async def nothing_of_operations(conn: asyncpg.Connection, schema: str) -> None:
+    await operations_mixture(conn, schema)
+
+
+async def that_there_are_no_operations(conn: asyncpg.Connection, schema: str) -> None:
+    await conn.execute(f"VACUUM ANALYZE {schema}.operations")
+    await operations_mixture(conn, schema)
+
+
+async def that_all_operations_have_ended(conn: asyncpg.Connection, schema: str) -> None:
+    await put_operations(conn, schema, "done", MANY)
+    await conn.execute(f"ANALYZE {schema}.operations")
+    await put_operations(conn, schema, "processing", MANY // 50, THIS_MORNING)
+
+
+OPERATIONS_BELIEFS = [
+    the_truth_of_operations,
+    nothing_of_operations,
+    that_there_are_no_operations,
+    that_all_operations_have_ended,
+]
+
+OPERATION_KEY, ORGANIZATION, STATUS = "operations_pkey", "operations_organization_idx", "operations_status_idx"
+TWO_HOURS = timedelta(hours=2)
+
+WATCHED = {
+    "INSERT": Hot(
+        set(), lambda conn, _, __: conn.fetch(fill(operations.INSERT, None), str(uuid4()), "7", "plan", None)
+    ),
+    "MARK_PROCESSING": Hot({OPERATION_KEY}, lambda conn, ids, _: operations.mark_processing(conn, ids[0], 2)),
+    "PROGRESS": Hot({OPERATION_KEY}, lambda conn, ids, _: operations.set_progress(conn, ids[0], 1, 50)),
+    "MARK_DONE": Hot({OPERATION_KEY}, lambda conn, ids, _: operations.mark_done(conn, [(i, 1, "1") for i in ids])),
+    "MARK_ERROR": Hot({OPERATION_KEY}, lambda conn, ids, _: operations.mark_error(conn, ids, "no")),
+    "STALE": Hot({STATUS}, lambda conn, ids, _: operations.expire(conn, after=TWO_HOURS, limit=len(ids))),
+    "EXPIRE": Hot(
+        {OPERATION_KEY},
+        lambda conn, ids, _: conn.fetch(fill(operations.EXPIRE, None), ids, "no", TWO_HOURS),
+    ),
+    "PRUNE": Hot({STATUS, OPERATION_KEY}, lambda conn, ids, _: operations.prune(conn, limit=len(ids))),
+    "SELECT_OPERATION": Hot({OPERATION_KEY}, lambda conn, ids, _: operations.get_operation(conn, ids[0])),
+    "SELECT_OPERATIONS": Hot({ORGANIZATION}, lambda conn, ids, _: operations.list_operations(conn, "7")),
+    "SELECT_OPERATIONS further on": Hot(
+        {ORGANIZATION},
+        lambda conn, ids, _: operations.list_operations(
+            conn, "7", before=operations.Cursor(EARLY, ids[0]), limit=len(ids)
+        ),
+    ),
+}
+"""Who sends them differs: the worker and the upkeep as the system, the others as a tenant; the plans do not."""
+
+
+@pytest_asyncio.fixture
+async def ordinary(conn: asyncpg.Connection, dsn: str, schema: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection whose statements are planned with the policy, on a table without autovacuum."""
+    await conn.execute(f"ALTER TABLE {schema}.operations SET (autovacuum_enabled = false)")
+    async with ordinary_role(conn, dsn, schema) as role:
+        connection = await asyncpg.connect(role)
+        yield connection
+        await connection.close()
+
+
+@pytest.mark.parametrize("organization", ["0", "7"], ids=["the system", "a tenant"])
+@pytest.mark.parametrize("believing", OPERATIONS_BELIEFS, ids=lambda believing: believing.__name__)
+async def test_on_a_large_table_every_statement_on_operations_uses_its_index(
+    believing: Callable[[asyncpg.Connection, str], Awaitable[None]],
+    organization: str,
+    conn: asyncpg.Connection,
+    ordinary: asyncpg.Connection,
+    schema: str,
+) -> None:
+    await believing(conn, schema)
+    ids = [row[0] for row in await conn.fetch(f"SELECT job_id FROM {schema}.operations ORDER BY md5(job_id::text)")]
+    await ordinary.execute(f"SET app.current_org_id = '{organization}'")
+
+    bad = {}
+    for name, hot in WATCHED.items():
+        for length in LENGTHS:
+            sent = await hot.sent(ids[:length], [])
+            for mode in hot.modes:
+                used = ways(await plan(ordinary, sent, mode), "operations")
+                if used != hot.ways:
+                    bad[name, length, mode] = used
+
+    assert bad == {}

@@ -22,7 +22,6 @@ from recado.queue import claims
 from recado.queue.connections import Connection, Connector
 from recado.queue.finishes import COMPLETE
 from recado.queue.leases import HEARTBEAT_INTERVAL, RECLAIM
-from recado.queue.retention import PRUNE_STATS
 from recado.queue.statements import fill
 from recado.queue.workers import BEAT, PROBE
 from recado.worker import EventKind
@@ -190,7 +189,8 @@ async def test_an_idle_worker_sends_fewer_than_two_statements_a_second(
     }
     async with working(app, dsn, **intervals) as (_, seen):
         await seen.seen(EventKind.LOOKED)
-        await statements.seen(PRUNE_STATS, schema)  # the end of what it does at its start
+        await seen.seen(EventKind.PRUNED)  # the end of what it does at its start
+        await seen.seen(EventKind.EXPIRED)
         statements.sent.clear()
         await asyncio.sleep(WINDOW)
         sent = list(statements.sent)

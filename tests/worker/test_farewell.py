@@ -33,6 +33,9 @@ async def test_a_worker_survives_a_farewell_of_the_server_that_comes_before_the_
     monkeypatch.setattr(Connector, "connect", remember)
     async with working(app, dsn, heartbeat=0.1, reclaim_interval=0.1) as (_, seen):
         await seen.seen(EventKind.COMPLETED, await app.enqueue(conn, "_smoke.echo", 1))
+        # What it does at its start is done, so the connection is idle but for sweeps of a moment.
+        await seen.seen(EventKind.PRUNED)
+        await seen.seen(EventKind.EXPIRED)
         broken: Any = connections[role]
         broken._protocol.data_received(b"E" + (len(FATAL) + 4).to_bytes(4, "big") + FATAL)
         beats, sweeps = seen.count(EventKind.BEAT), seen.count(EventKind.SWEPT)

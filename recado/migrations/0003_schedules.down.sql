@@ -1,0 +1,2 @@
+DROP TABLE {schema}.schedule_holders;
+DROP TABLE {schema}.schedules;
