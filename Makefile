@@ -10,7 +10,7 @@ CORE := tests/queue/test_claims.py tests/queue/test_finishes.py tests/queue/test
 	tests/worker/test_worker.py tests/worker/test_leases.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test check format schema build clean
+.PHONY: help install run test chaos check audit format schema build clean
 
 help: ## Show what there is to do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,11 +32,19 @@ test: install ## Run all tests on a real, embedded PostgreSQL
 	@$(BIN)/python -m pytest --quiet
 	@RECADO_TEST_SCHEMA=another_name $(BIN)/python -m pytest --quiet $(CORE)
 
+chaos: install ## Break workers, servers and networks in full, and count: some 20 minutes
+	@$(BIN)/python -m tests.chaos
+
 check: install ## Lint, formatting, types, the import rule and the schema
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --quiet tests/test_imports.py tests/test_schema.py
+
+audit: install ## Look for known holes in what is installed; asks PyPI, and fails where it has no answer
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group audit
+	@$(BIN)/python -m pip freeze --exclude-editable --disable-pip-version-check | \
+		$(BIN)/pip-audit --strict --disable-pip --no-deps --progress-spinner off --requirement /dev/stdin
 
 format: install ## Format the code
 	@$(BIN)/ruff format .

@@ -55,13 +55,15 @@ from recado.queue import (
 from recado.queue.admin import PAGE_SIZE
 from recado.queue.checks import Finding, Level
 from recado.queue.connections import CONNECT_TIMEOUT, TRANSIENT, Connection, connector
+from recado.queue.grants import Role
+from recado.queue.grants import grants as grant_statements
 from recado.queue.leases import DEFAULT_LEASE, HEARTBEAT_INTERVAL, MAX_SILENCE
 from recado.queue.migrate import MigrationStatus
 from recado.queue.statements import resolve_schema
 from recado.settings import settings
 from recado.version import VERSION
 from recado.worker.upkeep import RECLAIM_INTERVAL
-from recado.worker.worker import GRACE
+from recado.worker.worker import GRACE, check_direct, direct_connector
 
 T = TypeVar("T")
 
@@ -199,7 +201,8 @@ def check(
     async def read(conn: Connection) -> list[Finding]:
         # One transaction: behind a transaction-mode pooler the statements would reach different servers.
         async with conn.transaction():
-            return await checks.check(conn, schema=schema)
+            findings = await checks.check(conn, schema=schema)
+        return findings + await checks.check_poolers(connector(_database(dsn)), direct_connector())
 
     findings = _run(dsn, read)
     if as_json:
@@ -211,6 +214,19 @@ def check(
             typer.echo("nothing to mend")
     if any(finding.level is Level.ERROR for finding in findings):
         raise typer.Exit(1)
+
+
+# --- recado grants ---
+
+
+@app.command()
+def grants(
+    role: Annotated[str, typer.Argument(help="The role that a service connects as; it must exist.")],
+    purpose: Annotated[list[Role], typer.Option("--as", help="What the role is for; may be repeated.")],
+    schema: Schema = None,
+) -> None:
+    """Print the rights a role needs, and no more, as SQL for psql; needs no database."""
+    typer.echo(grant_statements(role, purpose, schema=schema), nl=False)
 
 
 # --- recado token ---
@@ -303,6 +319,8 @@ def worker(
     url = _database(dsn)
     _run(url, lambda conn: migrate.check_schema(conn, schema=application.schema))
     if processes > 1:
+        if (direct := direct_connector()) is not None:
+            asyncio.run(check_direct(direct))  # each process does; but those that end, the supervisor starts again
         arguments = [path, *(f"--queue={name}:{slots}" for name, slots in queues.items())]
         arguments += [f"--lease={lease}", f"--silence={silence}", f"--grace={grace}", f"--log-level={log_level}"]
         arguments += [] if timeout is None else [f"--timeout={timeout}"]

@@ -28,7 +28,7 @@ from recado.api.auth import check_exposure
 from recado.api.events import Hub
 from recado.app import Recado
 from recado.errors import ConfigurationError
-from recado.queue.connections import CONNECT_TIMEOUT, STATEMENT_TIMEOUT, Pool
+from recado.queue.connections import CONNECT_TIMEOUT, STATEMENT_TIMEOUT, Pool, connect
 from recado.queue.limits import check_queue
 from recado.queue.models import DEFAULT_QUEUE
 from recado.settings import settings
@@ -341,6 +341,7 @@ async def _pool(dsn: str) -> AsyncIterator[Pool]:
         dsn,
         min_size=0,
         max_size=API_CONNECTIONS,
+        connect=connect,
         timeout=CONNECT_TIMEOUT,
         command_timeout=STATEMENT_TIMEOUT,
         # A transaction-mode pooler may stand in between.

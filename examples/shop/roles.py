@@ -5,10 +5,12 @@ Row-level security holds for them. It would not for the superuser that an embedd
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from examples.shop.application import app
 from recado.queue.connections import Connection
+from recado.queue.grants import Role, grants
 
 WEB, WORKER = "shop_web", "shop_worker"
 
@@ -16,25 +18,39 @@ SELECT_ROLE = "SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = $1)"
 
 CREATE_ROLE = "CREATE ROLE {role} LOGIN NOSUPERUSER NOBYPASSRLS"
 
+
+class Rights(NamedTuple):
+    """What a role of the shop's may do."""
+
+    queue: tuple[Role, ...]
+    """What it does with the queue; recado knows the rights for that."""
+    own: str
+    """The rights to what is the shop's own."""
+
+
 RIGHTS = {
-    WEB: """
-        GRANT USAGE ON SCHEMA {schema}, shop TO {role};
-        GRANT SELECT ON ALL TABLES IN SCHEMA {schema}, shop TO {role};
-        GRANT INSERT, UPDATE ON {schema}.jobs, {schema}.operations TO {role};
+    WEB: Rights(
+        (Role.OPERATIONS, Role.API),
+        """
+        GRANT USAGE ON SCHEMA shop TO {role};
+        GRANT SELECT ON ALL TABLES IN SCHEMA shop TO {role};
         GRANT INSERT ON shop.orders, shop.payment_events TO {role};
         GRANT INSERT, DELETE ON shop.uploads TO {role};
-    """,
-    WORKER: """
-        GRANT USAGE ON SCHEMA {schema}, shop TO {role};
-        GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role};
-        REVOKE INSERT, UPDATE, DELETE ON {schema}.schema_migrations FROM {role};
+        """,
+    ),
+    WORKER: Rights(
+        (Role.WORKER, Role.API),
+        """
+        GRANT USAGE ON SCHEMA shop TO {role};
         GRANT SELECT ON ALL TABLES IN SCHEMA shop TO {role};
         GRANT INSERT ON shop.ledger TO {role};
         GRANT DELETE ON shop.uploads TO {role};
         GRANT INSERT, UPDATE, DELETE ON shop.blueprints, shop.racks, shop.backups TO {role};
-    """,
+        """,
+    ),
 }
-"""The web service enqueues and cancels; the worker does what workers do, and what the handlers do."""
+"""The web service enqueues, cancels, and serves the queue's API; the worker does what workers do and what the handlers
+do, and its connections also count what there is for the report."""
 
 
 async def create(conn: Connection) -> None:
@@ -48,9 +64,10 @@ async def create(conn: Connection) -> None:
         await grant(conn, role, rights)
 
 
-async def grant(conn: Connection, role: str, rights: str) -> None:
+async def grant(conn: Connection, role: str, rights: Rights) -> None:
     """Give one of the :data:`RIGHTS` to a role."""
-    await conn.execute(rights.format(schema=app.schema, role=role))
+    await conn.execute(grants(role, rights.queue, schema=app.schema))
+    await conn.execute(rights.own.format(role=role))
 
 
 def url(dsn: str, role: str) -> str:

@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 
 from recado.api import auth
 from recado.api.events import Hub
@@ -50,13 +50,15 @@ def create_app(
     Raises:
         ConfigurationError: both ``authentication`` and ``tokens`` are given.
     """
+    routes = [
+        Route("/api/v1/jobs/metricas", metricas),
+        Route("/metrics", metrics),
+        *operation_routes(app, pool, organization=organization, hub=hub),
+    ]
     protected = Mount(
         "",
-        routes=[
-            Route("/api/v1/jobs/metricas", metricas),
-            Route("/metrics", metrics),
-            *operation_routes(app, pool, organization=organization, hub=hub),
-        ],
+        # A redirect to the path without its slash would lead to whatever host the request names.
+        app=Router(routes, redirect_slashes=False),
         middleware=[
             Middleware(
                 AuthenticationMiddleware,
@@ -71,6 +73,7 @@ def create_app(
         middleware=[Middleware(with_headers)],
         exception_handlers={**HANDLERS, Exception: _failure},
     )
+    api.router.redirect_slashes = False
     api.state.pool = pool
     api.state.schema = app.schema
     return api

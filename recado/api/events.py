@@ -21,8 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from recado.app import Recado
 from recado.errors import OperationNotFound
+from recado.queue import poolers
 from recado.queue.connections import TRANSIENT, Connection, Connector, Pool, connector
 from recado.queue.operations import OperationRow, channel, get_operation, tenant
+from recado.queue.poolers import Sharing
 from recado.queue.workers import PROBE
 from recado.settings import settings
 
@@ -40,6 +42,9 @@ PROBE_INTERVAL = 10.0
 
 PROBE_TIMEOUT = 5.0
 """Seconds a probe may take; it takes a millisecond."""
+
+POLL_INTERVAL = 2.0
+"""Seconds between two looks where nothing is heard: as late as a job may start that was not notified of."""
 
 FIRST_WAIT = 0.1
 """Seconds before a lost connection is opened again: it was usually cut alone."""
@@ -138,18 +143,28 @@ class Hub:
     Args:
         app: the application whose operations these are.
         pool: what the streams read first states from. The hub connects as it does, or to ``RECADO_LISTEN_DSN``:
-            LISTEN hears nothing through a pooler in transaction mode.
+            LISTEN hears nothing through a pooler in transaction mode, and the hub looks every two seconds there.
         heartbeat: seconds of silence after which a stream sends a comment.
         probe_interval: seconds between two looks at the silent connection.
+        poll_interval: seconds between two looks at the operations where nothing is heard.
     """
 
     def __init__(
-        self, app: Recado, pool: Pool, *, heartbeat: float = HEARTBEAT, probe_interval: float = PROBE_INTERVAL
+        self,
+        app: Recado,
+        pool: Pool,
+        *,
+        heartbeat: float = HEARTBEAT,
+        probe_interval: float = PROBE_INTERVAL,
+        poll_interval: float = POLL_INTERVAL,
     ) -> None:
         self.schema = app.schema
         self.pool = pool
         self.heartbeat = heartbeat
         self._probe_interval = probe_interval
+        self._poll_interval = poll_interval
+        self._hears: bool | None = None
+        """Whether notifications reach us; what stands in between stays for as long as the process."""
         self._watches: dict[UUID, set[Watch]] = {}
         self._changed: dict[UUID, None] = {}  # in the order in which they changed
         self._news = asyncio.Event()
@@ -224,10 +239,20 @@ class Hub:
             self._wait = min(self._wait * 2, LONGEST_WAIT)
 
     async def _listen(self, connector: Connector) -> None:
-        conn = await connector.connect("events")
+        # What a pooler in transaction mode prepares, it mixes up.
+        conn = await connector.connect("events", statement_cache_size=0)
         try:
             conn.add_termination_listener(lambda _: self._news.set())
-            await conn.add_listener(channel(self.schema), self._hear)
+            if self._hears is None:
+                self._hears = not await poolers.is_pooled(conn) or await poolers.sharing(connector) is Sharing.NONE
+                if not self._hears:
+                    logger.warning(
+                        "behind a pooler in transaction mode LISTEN hears nothing: looking for changes of operations "
+                        "every %g s; let RECADO_LISTEN_DSN name the server itself",
+                        self._poll_interval,
+                    )
+            if self._hears:
+                await conn.add_listener(channel(self.schema), self._hear)
             # What was sent before was not heard, so look at all of them.
             self._changed.update(dict.fromkeys(self._watches))
             while not conn.is_closed():
@@ -243,12 +268,14 @@ class Hub:
             conn.terminate()
 
     async def _sleep(self, conn: Connection) -> None:
-        """Wait for news; now and then see whether the server is still there and could send any."""
+        """Wait for news; now and then see whether the server is still there and could send any, or what there is."""
         try:
-            async with asyncio.timeout(self._probe_interval):
+            async with asyncio.timeout(self._probe_interval if self._hears else self._poll_interval):
                 await self._news.wait()
         except TimeoutError:
-            if await conn.fetchval(PROBE, timeout=PROBE_TIMEOUT):
+            if not self._hears:
+                self._changed.update(dict.fromkeys(self._watches))
+            elif await conn.fetchval(PROBE, timeout=PROBE_TIMEOUT):
                 raise ConnectionResetError("the server has become a standby") from None
 
     def _hear(self, conn: object, pid: int, channel: str, payload: object) -> None:

@@ -251,8 +251,12 @@ async def pause(conn: Connection, queue: str, *, schema: str | None = None) -> N
 
 
 async def resume(conn: Connection, queue: str, *, schema: str | None = None) -> None:
-    """Open a paused queue again, and wake the workers that sleep."""
-    await conn.execute(fill(RESUME, schema), queue)
+    """Open a paused queue again, and wake the workers that sleep.
+
+    Raises:
+        EnqueueError: ``queue`` is no queue's name.
+    """
+    await conn.execute(fill(RESUME, schema), check_queue(queue))
 
 
 def _job(row: asyncpg.Record) -> Job:

@@ -6,7 +6,6 @@ looked at: ask as the one the services connect as.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -15,8 +14,10 @@ import asyncpg
 
 from recado.errors import SchemaMismatch
 from recado.queue import migrate
-from recado.queue.connections import Connection
+from recado.queue.connections import Connection, Connector
 from recado.queue.counts import Depths, queue_depths
+from recado.queue.grants import ENQUEUE, PURPOSES, SELECT, Needs, columns_of
+from recado.queue.poolers import Sharing, sharing
 from recado.queue.statements import fill, resolve_schema
 
 MIN_SERVER = 13
@@ -48,46 +49,6 @@ class Finding:
     """What it is, why it matters, and what to do: "what: why; do Y"."""
 
 
-SELECT = ("SELECT",)
-CHANGE = ("SELECT", "INSERT", "UPDATE", "DELETE")
-
-Needs = Mapping[str, tuple[str, ...]]
-"""The rights a purpose needs, by table."""
-
-ENQUEUE: Needs = {"jobs": ("SELECT", "INSERT"), "workers": SELECT}
-
-OPERATIONS: Needs = {"jobs": ("SELECT", "INSERT", "UPDATE"), "workers": SELECT, "operations": CHANGE[:3]}
-
-WORKER: Needs = {
-    "schema_migrations": SELECT,
-    "jobs": CHANGE,
-    "job_errors": ("INSERT",),
-    "workers": CHANGE,
-    "queues": SELECT,
-    "job_stats": CHANGE,
-    "operations": CHANGE,
-    "schedules": CHANGE,
-    "schedule_holders": ("SELECT", "INSERT"),
-}
-
-API: Needs = {
-    "schema_migrations": SELECT,
-    "jobs": ("SELECT", "UPDATE"),
-    "job_errors": SELECT,
-    "workers": SELECT,
-    "queues": ("SELECT", "INSERT", "UPDATE"),
-    "operations": ("SELECT", "UPDATE"),
-    "schedules": ("SELECT", "UPDATE"),
-}
-
-PURPOSES: Mapping[str, Needs] = {
-    "enqueue jobs": ENQUEUE,
-    "start and cancel operations": OPERATIONS,
-    "run a worker": WORKER,
-    "serve the API": API,
-}
-"""What roles are for. Each needs USAGE on the schema besides."""
-
 SERVER = """
 SELECT current_setting('server_version_num')::integer / 10000, current_setting('server_version'),
        current_setting('track_counts')::boolean, current_setting('autovacuum')::boolean
@@ -102,15 +63,17 @@ FROM pg_roles WHERE rolname = current_user
 MAY_USE_SCHEMA = "SELECT has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = '{schema}'"
 
 MISSING_RIGHTS = """
-SELECT c.relname, n.privilege
-FROM unnest($1::text[], $2::text[]) WITH ORDINALITY AS n (name, privilege, position)
+SELECT c.relname, n.needed
+FROM unnest($1::text[], $2::text[], $3::text[], $4::text[]) WITH ORDINALITY
+    AS n (name, needed, privilege, column_name, position)
 JOIN pg_class c ON c.relname = n.name
 JOIN pg_namespace s ON s.oid = c.relnamespace AND s.nspname = '{schema}'
-WHERE NOT has_table_privilege(c.oid, n.privilege)
-ORDER BY n.position
+WHERE NOT CASE WHEN n.column_name IS NULL THEN has_table_privilege(c.oid, n.privilege)
+               ELSE has_column_privilege(c.oid, n.column_name, n.privilege) END
+GROUP BY c.relname, n.needed ORDER BY min(n.position)
 """
 """From the catalogs, which everybody may read: trying it out would spoil the caller's transaction. A table that is not
-there is the migrations' business."""
+there is the migrations' business; whoever has a right to a table has it to each of its columns."""
 
 ROW_SECURITY = """
 SELECT c.relrowsecurity, c.relforcerowsecurity,
@@ -186,6 +149,43 @@ async def check(conn: Connection, *, schema: str | None = None, old: timedelta =
     findings += [*await _row_security(conn, schema), *await _rights(conn, schema), *await _vacuum(conn, schema)]
     if not await _missing(conn, {"jobs": SELECT, "workers": SELECT, "queues": SELECT}, schema):
         findings += await _work(conn, schema)
+    return findings
+
+
+async def check_poolers(database: Connector, direct: Connector | None) -> list[Finding]:
+    """Look for a pooler in transaction mode between us and the server.
+
+    Args:
+        database: how services connect.
+        direct: how workers and the API connect for LISTEN, if that is another way.
+
+    Raises:
+        DatabaseUnavailable: the server refuses a connection, or the pooler has no two servers to spare.
+        OSError: there is no server.
+    """
+    findings = []
+    shared = await sharing(database)
+    if direct is not None and await sharing(direct) is not Sharing.NONE:
+        findings.append(
+            _error(
+                "RECADO_LISTEN_DSN leads through a pooler in transaction mode: nothing is heard there, and workers "
+                "refuse to start; let it name the server itself, or leave it out"
+            )
+        )
+    if direct is None and shared is not Sharing.NONE:
+        findings.append(
+            _warning(
+                "the database is behind a pooler in transaction mode: LISTEN hears nothing through it, so that workers "
+                "poll, and jobs start up to two seconds late; let RECADO_LISTEN_DSN name the server itself"
+            )
+        )
+    if shared is Sharing.STATEMENTS:
+        findings.append(
+            _warning(
+                "the pooler mixes up prepared statements: connections may run each other's SQL; create the services' "
+                "pools with statement_cache_size=0, or set max_prepared_statements in PgBouncer 1.21 or newer"
+            )
+        )
     return findings
 
 
@@ -334,21 +334,34 @@ async def _row_security(conn: Connection, schema: str | None) -> list[Finding]:
 
 
 async def _rights(conn: Connection, schema: str | None) -> list[Finding]:
+    lacking = {purpose: await _missing(conn, needs, schema) for purpose, needs in PURPOSES.items()}
+    useless = all(lacking.values())
     findings = []
-    for purpose, needs in PURPOSES.items():
-        missing = await _missing(conn, needs, schema)
+    for purpose, missing in lacking.items():
         if missing:
-            # Everybody enqueues; whether a role is meant for the rest, only people know.
-            tell, unless = (_error, "") if needs is ENQUEUE else (_warning, ", if it is meant to")
+            # What a role is meant for, only people know; but it is meant for something, and most enqueue.
+            must = useless and PURPOSES[purpose] is ENQUEUE
+            tell, unless = (_error, "") if must else (_warning, ", if it is meant to")
             rights = [f"{', '.join(names)} ON {resolve_schema(schema)}.{table}" for table, names in missing.items()]
-            findings.append(tell(f"the role may not {purpose}: it lacks {'; '.join(rights)}; GRANT that{unless}"))
+            findings.append(
+                tell(
+                    f"the role may not {purpose}: it lacks {'; '.join(rights)}; GRANT that as `recado grants` prints "
+                    f"it{unless}"
+                )
+            )
     return findings
 
 
 async def _missing(conn: Connection, needs: Needs, schema: str | None) -> dict[str, list[str]]:
     """Those of ``needs`` that the connection's role does not have."""
-    pairs = [(table, right) for table, rights in needs.items() for right in rights]
-    rows = await conn.fetch(fill(MISSING_RIGHTS, schema), [table for table, _ in pairs], [right for _, right in pairs])
+    asked = [
+        (table, right, privilege, column)
+        for table, rights in needs.items()
+        for right in rights
+        for privilege, columns in [columns_of(right)]
+        for column in columns
+    ]
+    rows = await conn.fetch(fill(MISSING_RIGHTS, schema), *map(list, zip(*asked, strict=True)))
     missing: dict[str, list[str]] = {}
     for table, right in rows:
         missing.setdefault(table, []).append(right)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import asyncpg
 
@@ -36,6 +38,7 @@ TRANSIENT = (
     asyncpg.InsufficientResourcesError,  # 53: disk full, too many connections
     asyncpg.TransactionRollbackError,  # 40: serialization failure, deadlock
     asyncpg.ReadOnlySQLTransactionError,  # 25006: the primary became a standby under our feet
+    asyncpg.IdleInTransactionSessionTimeoutError,  # 25P03: this process was silent for too long
     asyncpg.InvalidCachedStatementError,  # a migration changed the table under a prepared statement
     asyncpg.InterfaceError,  # the driver knows that the connection is closed
     asyncpg.InternalClientError,  # the server said farewell, and the driver has yet to see the connection's end
@@ -43,6 +46,54 @@ TRANSIENT = (
     TimeoutError,
 )
 """What passes by itself, or with a new connection. All else is a fault of ours or of the configuration."""
+
+
+NEXT_HOST = (
+    OSError,
+    TimeoutError,
+    asyncpg.CannotConnectNowError,  # starting up or shutting down
+    asyncpg.TargetServerAttributeNotMatched,  # a standby, where a primary is wanted
+)
+"""What says of one host that another one should be tried."""
+
+
+async def connect(*args: Any, **kwargs: Any) -> asyncpg.Connection[asyncpg.Record]:
+    """``asyncpg.connect``, host by host: of several in the URL, each gets its share of the timeout.
+
+    asyncpg's timeout is for the whole list. A first host that is silent, as after the loss of a machine, would use it
+    up each time; and one that is only starting up would end the search.
+
+    Raises:
+        OSError, TimeoutError, asyncpg.PostgresError: as ``asyncpg.connect`` does; of several hosts, the last one's.
+    """
+    hosts = _hosts(args[0]) if args and args[0] and not kwargs.get("host") else []
+    if len(hosts) < 2:
+        return await asyncpg.connect(*args, **kwargs)
+    timeout = kwargs.get("timeout", CONNECT_TIMEOUT)
+    share = timeout and timeout / len(hosts)
+    for host, port in hosts[:-1]:
+        with suppress(*NEXT_HOST):
+            return await asyncpg.connect(*args, **{**kwargs, "host": host, "port": port, "timeout": share})
+    host, port = hosts[-1]
+    return await asyncpg.connect(*args, **{**kwargs, "host": host, "port": port, "timeout": share})
+
+
+_HOST = re.compile(r"(?P<name>/.*|[^:\[\]]*|\[(?P<address>.*)\])(?::(?P<port>\d+))?")
+"""A socket's folder, a name, or an IPv6 address in brackets; and its port."""
+
+
+def _hosts(url: str) -> list[tuple[str, int]]:
+    """The hosts that a URL lists, as asyncpg reads it; none where it leaves that to the environment."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    listed = unquote(parts.netloc.rpartition("@")[2]) or query.get("host", [""])[-1]
+    matches = [match for item in listed.split(",") if item and (match := _HOST.fullmatch(item))]
+    ports = query.get("port", ["5432"])[-1].split(",")
+    if len(ports) == 1:
+        ports *= len(matches)
+    if len(matches) != listed.count(",") + 1 or len(ports) != len(matches):
+        return []  # asyncpg says what is wrong
+    return [(m["address"] or m["name"], int(m["port"] or port)) for m, port in zip(matches, ports, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +116,7 @@ class Connector:
             **(kwargs.get("server_settings") or {}),
             "application_name": f"recado {role}",
         }
-        conn: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(*self.args, **kwargs)
+        conn = await connect(*self.args, **kwargs)
         try:
             await _read_committed(conn)
         except BaseException:

@@ -26,7 +26,7 @@ from uuid import UUID
 
 from recado.queue.connections import Connection
 from recado.queue.models import JobStatus
-from recado.queue.statements import WOKEN, fill
+from recado.queue.statements import BOUNDED, WOKEN, fill
 
 
 class Completion(NamedTuple):
@@ -90,9 +90,11 @@ UPDATE {schema}.jobs
 SET status = 'completed', result = $4::text::jsonb, finished_at = now(), updated_at = now(),
     locked_at = NULL, locked_by = NULL
 WHERE id = $2 AND fence = $3 AND locked_by = $1
-RETURNING id
+RETURNING id, set_config('idle_in_transaction_session_timeout', '5s', true)
 """
-"""Inside a transactional handler's own transaction, with its writes."""
+"""Inside a transactional handler's own transaction, with its writes. Only the commit is to follow: a worker that is
+stopped right before it loses the row's lock, which would keep the job from being taken over. (The other bound of
+:data:`~recado.queue.statements.BOUNDED` is not for the user's deferred constraints.)"""
 
 FAIL = (
     """
@@ -121,7 +123,9 @@ WITH changed AS (
     + WOKEN
     + """
 SELECT id, fence, job_type, queue, status, attempts, max_attempts, critical, (SELECT count(*) FROM woken),
-       (SELECT set_config('idle_in_transaction_session_timeout', '5s', true))
+       """
+    + BOUNDED
+    + """
 FROM changed
 """
 )

@@ -5,19 +5,15 @@ from __future__ import annotations
 import hashlib
 
 from recado.queue.connections import Connection
-from recado.queue.statements import resolve_schema
+from recado.queue.statements import BOUNDED, resolve_schema
 
-TRY_LOCK = """
-SELECT pg_try_advisory_xact_lock($1), set_config('idle_in_transaction_session_timeout', '5s', true)
-"""
+TRY_LOCK = f"SELECT pg_try_advisory_xact_lock($1), {BOUNDED}"
 """Ends with the transaction: behind a transaction-mode pooler a session's lock would stay with a stranger.
 
-The transaction ends by itself when its client falls silent: a process that is stopped, or whose network is cut,
-right between two of its statements would else keep everybody from the sweep for as long as that lasts."""
+The transaction ends by itself when its client falls silent, which would else keep everybody from the sweep."""
 
 WAIT_FOR_LOCK = TRY_LOCK.replace("pg_try_advisory_xact_lock", "pg_advisory_xact_lock")
-"""For what everybody has to do in turn, not one for all. The idle timeout bounds the wait: a holder that fell silent
-loses the lock."""
+"""For what everybody has to do in turn, not one for all. The same timeouts bound the wait."""
 
 
 def lock_key(purpose: str, schema: str | None) -> int:

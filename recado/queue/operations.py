@@ -25,7 +25,7 @@ from recado.queue.connections import Connection, Pool
 from recado.queue.enqueue import insert_job
 from recado.queue.limits import check_idempotency_key, shortened
 from recado.queue.models import NewJob, read_json
-from recado.queue.statements import fill, resolve_schema
+from recado.queue.statements import BOUNDED, fill, resolve_schema
 
 SYSTEM = "0"
 """The organization of recado itself, which sees all; nobody else's may have this id."""
@@ -110,9 +110,7 @@ SET_TENANT = "SELECT set_config('app.current_org_id', $1, true)"
 """Ends with the transaction, so nothing of it stays behind in a pooler's connection; what stays is ``''``, which the
 policy lets see nothing."""
 
-SET_SYSTEM = """
-SELECT set_config('app.current_org_id', '0', true), set_config('idle_in_transaction_session_timeout', '5s', true)
-"""
+SET_SYSTEM = f"SELECT set_config('app.current_org_id', '0', true), {BOUNDED}"
 """For recado's own short transactions: should their client fall silent, the server ends them and with them the locks
 that a user's cancel would wait for."""
 

@@ -28,7 +28,7 @@ from recado.queue.connections import Connection
 from recado.queue.limits import shortened
 from recado.queue.locks import wait_for_lock
 from recado.queue.models import JobStatus
-from recado.queue.statements import fill
+from recado.queue.statements import BOUNDED, fill
 
 SYSTEM = ""
 """The application of recado's own schedules, which every worker of the schema has; no other may have this name."""
@@ -166,10 +166,10 @@ WHERE paused_at IS NULL
 """
 """When each is due, cron has to say: there is no column for it that could disagree."""
 
-LOCK = """
+LOCK = f"""
 SELECT application, name, job_type, expression, timezone, payload::text, overlap, last_tick, last_job_id, now(),
-       set_config('idle_in_transaction_session_timeout', '5s', true)
-FROM {schema}.schedules
+       {BOUNDED}
+FROM {{schema}}.schedules
 WHERE application = $1 AND name = $2 AND paused_at IS NULL
 FOR UPDATE SKIP LOCKED
 """

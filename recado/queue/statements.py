@@ -66,3 +66,12 @@ WOKEN = """woken AS (
 """The gated NOTIFY of every statement that makes jobs pending: once for each queue among the rows of
 ``changed`` that are due before a sleeping worker's next poll, and only while a worker is hungry there.
 The statement has to read ``woken`` somewhere, or PostgreSQL leaves it out."""
+
+BOUNDED = """set_config('idle_in_transaction_session_timeout', '5s', true),
+       CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
+            THEN set_config('transaction_timeout', '15s', true) END"""
+"""Columns that let the server end this transaction, and with it its locks, when its client falls silent: a process that
+is stopped, or whose network is cut, right between two statements. The first timeout does not count while the client has
+prepared a statement and not yet sent its arguments (asyncpg ends a Parse with Flush, so the server takes itself for
+active); the second, of PostgreSQL 17 and newer, does. A stopped worker that held a lock there kept all others from
+their sweeps for as long as it was stopped. Ours take milliseconds."""

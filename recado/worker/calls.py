@@ -113,7 +113,8 @@ def result_of(job: ClaimedJob, value: Any) -> str | None:
 
 def snooze_of(error: BaseException) -> float | None:
     """Seconds to snooze, if that is what the handler asked for; a time that is none makes it a failure."""
-    return _seconds(error.seconds) if isinstance(error, Snooze) else None
+    # A class of the user's own may have left out its parent's __init__.
+    return _seconds(getattr(error, "seconds", None)) if isinstance(error, Snooze) else None
 
 
 def failure_of(app: Recado, job: ClaimedJob, error: BaseException, run_time: float) -> Failure:
@@ -133,19 +134,19 @@ def failure_of(app: Recado, job: ClaimedJob, error: BaseException, run_time: flo
 
 def _wait(app: Recado, job: ClaimedJob, error: BaseException) -> float:
     """Seconds until the next attempt, should there be one."""
-    if isinstance(error, Retry) and error.after is not None and (wait := _seconds(error.after)) is not None:
+    if isinstance(error, Retry) and (wait := _seconds(getattr(error, "after", None))) is not None:
         return wait
     handler = app.job_types.get(job.job_type)
     backoff = handler.backoff if isinstance(handler, JobHandler) else BACKOFF
     try:
         return wait_after(job.attempt, backoff)
-    except Exception as inner:
-        # The job type's own function, which is the user's code: it may raise anything.
+    except BaseException as inner:
+        # The job type's own function, which is the user's code: it may raise anything, SystemExit too.
         logger.warning("the backoff of %s failed (%s); the built-in one is used", job.job_type, type(inner).__name__)
         return wait_after(job.attempt)
 
 
-def _seconds(value: float) -> float | None:
+def _seconds(value: Any) -> float | None:
     try:
         return bounded(value)
     except ValueError:

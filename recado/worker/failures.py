@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +32,12 @@ class ErrorText:
 
 def describe(error: BaseException) -> ErrorText:
     """``error`` as it goes into the table."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    try:
-        message = str(error)
-    except Exception as inner:
-        # The exception's own __str__ is the user's code; the job fails all the same, and says why it is mute.
-        message = f"<its str() raised {type(inner).__name__}>"
-    return ErrorText(clean(name)[:MAX_MESSAGE], clean(message[: MAX_MESSAGE + 1], MAX_MESSAGE), _traceback(error))
+    name = _said("name", lambda: _name(type(error)))
+    message = _said("str()", lambda: str(error))
+    lines = _said("traceback", lambda: _traceback(error))
+    return ErrorText(
+        clean(name)[:MAX_MESSAGE], clean(message[: MAX_MESSAGE + 1], MAX_MESSAGE), clean(lines[-MAX_TRACEBACK:])
+    )
 
 
 def clean(text: str, limit: int | None = None) -> str:
@@ -47,15 +46,24 @@ def clean(text: str, limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def _said(what: str, say: Callable[[], str]) -> str:
+    """What an exception says of itself. It is the user's code that says it, and may raise anything, SystemExit too: the
+    job fails all the same, and its error says why it is mute."""
+    try:
+        return say()
+    except BaseException as inner:
+        return f"<its {what} raised {type(inner).__name__}>"
+
+
+def _name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and _is_own(frames):
         frames = frames.tb_next
-    try:
-        lines = traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-50)
-    except Exception as inner:  # a cause or a note of the user's, whose text raises
-        lines = [f"<the traceback could not be written: {type(inner).__name__}>"]
-    return clean("".join(lines)[-MAX_TRACEBACK:])
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__, limit=-50))
 
 
 def _is_own(frames: TracebackType) -> bool:

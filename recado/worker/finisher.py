@@ -19,7 +19,8 @@ import asyncpg
 from recado.app import Recado
 from recado.queue import finishes, stats
 from recado.queue.connections import TRANSIENT, Link
-from recado.queue.finishes import Completion, Failure, Release
+from recado.queue.finishes import Completion, Failed, Failure, Release
+from recado.queue.limits import MAX_NAME_LENGTH
 from recado.queue.models import ClaimedJob, JobStatus
 from recado.queue.operations import FAILED, system
 from recado.queue.stats import Tally
@@ -81,7 +82,7 @@ class Finisher:
 
     def count_completed(self, job: ClaimedJob, run_time: float) -> None:
         """Count an attempt that was completed in its handler's own transaction."""
-        tally = self._tallies[job.queue, job.job_type]
+        tally = self._tally(job)
         tally.completed += 1
         tally.run_seconds += run_time
         tally.wait_seconds += max(0.0, job.waited)
@@ -94,11 +95,15 @@ class Finisher:
 
     def count_failed(self, job: ClaimedJob, run_time: float, *, dead: int = 0) -> None:
         """Count an attempt that ended badly, and in how many deaths."""
-        tally = self._tallies[job.queue, job.job_type]
+        tally = self._tally(job)
         tally.failed += 1
         tally.dead += dead
         tally.run_seconds += run_time
         tally.wait_seconds += max(0.0, job.waited)
+
+    def _tally(self, job: ClaimedJob | Failed) -> Tally:
+        # A type inserted by hand may be of any length; the table's index is not.
+        return self._tallies[job.queue, job.job_type[:MAX_NAME_LENGTH]]
 
     def release(self, job: ClaimedJob, wait: float | None = None) -> None:
         """The attempt does not count: the job goes back, to be run again at once or after ``wait`` seconds."""
@@ -180,7 +185,8 @@ class Finisher:
         except TRANSIENT:
             raise
         except asyncpg.PostgresError as error:
-            logger.exception("cannot write down how job %s ended", job.id)
+            # By its code only: the server's own words quote the row, and with it the payload.
+            logger.error("cannot write down how job %s ended: %s (%s)", job.id, type(error).__name__, error.sqlstate)  # noqa: TRY400
             if not isinstance(ending, Failure):
                 text = f"cannot be stored: {type(error).__name__}"
                 self.fail(job, Failure(job.id, job.fence, 0.0, False, 0.0, type(error).__name__, text, None))
@@ -215,7 +221,7 @@ class Finisher:
             await raise_alerts(conn, self._app, [(failed, classes[failed.id]) for failed in dead])
             await end_dead(conn, self._app, dead, FAILED)
         for failed in dead:
-            self._tallies[failed.queue, failed.job_type].dead += 1
+            self._tally(failed).dead += 1
         self._report(EventKind.FAILED, entries, {f.id for f in ended if f.status is not JobStatus.DEAD}, lost=False)
         self._report(EventKind.DIED, entries, {f.id for f in dead}, lost=False)
         self._report_lost(entries, {f.id for f in ended})

@@ -346,9 +346,9 @@ class Runner:
             else:
                 value = await self._call(attempt, handler, None)
                 self._finisher.complete(job, result_of(job, value), self._elapsed(attempt))
-        except GeneratorExit:  # the loop is gone, and with it everything that could write the end down
-            raise
         except BaseException as error:
+            if isinstance(error, GeneratorExit) and not self._loop.is_running():
+                raise  # the loop is gone, and with it everything that could write the end down
             # All of it: a handler may raise SystemExit, or cancel itself, and must not take the worker along.
             self._settle(attempt, error)
 
@@ -370,7 +370,9 @@ class Runner:
         )
 
     def _in_thread(self, attempt: Attempt, function: Callable[[], Any]) -> Awaitable[Any]:
-        attempt.thread = self._loop.run_in_executor(self._threads, contextvars.copy_context().run, function)
+        attempt.thread = self._loop.run_in_executor(
+            self._threads, contextvars.copy_context().run, _without_stop_iteration, function
+        )
         self._busy_threads.add(attempt.thread)
         attempt.thread.add_done_callback(self._busy_threads.discard)
         # Shielded: a thread cannot be cancelled, and its future must keep telling when it is free again.
@@ -448,7 +450,7 @@ class Runner:
         """The attempt did not end well: whose fault it was decides what becomes of the job."""
         job = attempt.job
         elapsed = self._elapsed(attempt)
-        if attempt.ending is Ending.LOST or isinstance(error, LeaseLost):
+        if attempt.ending is Ending.LOST:
             self._lost(attempt)
         elif attempt.ending is Ending.STOPPED:
             self._finisher.release(job)
@@ -459,6 +461,8 @@ class Runner:
         elif (wait := snooze_of(error)) is not None:
             self._finisher.release(job, wait)
         else:
+            # LeaseLost, too: whether it is lost, the fence decides. The handler may have raised it itself, or cancelled
+            # its own job in the transaction that was rolled back.
             self._finisher.fail(job, failure_of(self._app, job, error, elapsed))
 
     def _lost(self, attempt: Attempt) -> None:
@@ -486,8 +490,18 @@ class _infrastructure:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._timer.cancel()
-        if isinstance(error, TRANSIENT):
+        # Where the driver refuses a connection that is open, the handler has left a statement running on it.
+        left_busy = isinstance(error, asyncpg.InterfaceError) and not _is_closed(self._conn)
+        if isinstance(error, TRANSIENT) and not left_busy:
             raise _Infrastructure from error
+
+
+def _without_stop_iteration(function: Callable[[], Any]) -> Any:
+    """Call a plain function. No future carries a StopIteration: before Python 3.12 the job would run for ever."""
+    try:
+        return function()
+    except StopIteration as error:
+        raise RuntimeError("the handler raised StopIteration") from error
 
 
 def _check_transaction(conn: Connection) -> None:

@@ -19,11 +19,12 @@ from uuid6 import uuid7
 from recado import cron
 from recado.app import Recado
 from recado.errors import ConfigurationError, InvalidSchedule
-from recado.queue import leases, retention, workers
-from recado.queue.connections import Connector, Link, Pool, connector
+from recado.queue import leases, poolers, retention, workers
+from recado.queue.connections import CONNECT_TIMEOUT, TRANSIENT, Connector, Link, Pool, connect, connector
 from recado.queue.limits import check_queue
 from recado.queue.migrate import check_schema
 from recado.queue.models import DEFAULT_QUEUE, JobStatus
+from recado.queue.poolers import Sharing
 from recado.queue.workers import WorkerInfo
 from recado.settings import settings
 from recado.version import VERSION
@@ -74,7 +75,8 @@ class Worker:
             finishing, leases and the listener connect as it does; ``None`` takes ``RECADO_DSN``.
         queues: how many jobs of which queue run at once.
         listen: the URL of a direct connection for LISTEN, where ``database`` leads through a pooler in
-            transaction mode; ``None`` takes ``RECADO_LISTEN_DSN``, else ``database``.
+            transaction mode; ``None`` takes ``RECADO_LISTEN_DSN``, else ``database``. Without one, behind such a
+            pooler, the worker hears nothing and polls.
         timeout: seconds for the attempts of job types without a timeout of their own; ``None`` is no limit.
         grace: seconds that running jobs get at a stop before they are cancelled and given back.
         lease: seconds after which a job may be taken over from a worker that renews it no more.
@@ -111,7 +113,7 @@ class Worker:
         self.id: UUID = uuid7()
         self.app = app
         self._connector: Connector = connector(database)
-        self._listen_connector = _listen_connector(listen, self._connector)
+        self._direct: Connector | None = direct_connector(listen)
         self._pool: Pool | None = None if database is None or isinstance(database, str) else database
         self._queues = dict(queues)
         self._timeout = timeout
@@ -168,9 +170,11 @@ class Worker:
 
         Raises:
             SchemaMismatch: the schema in the database is too old or too new for this version of recado.
+            ConfigurationError: a pooler in transaction mode stands where it must not.
             OSError, asyncpg.PostgresError: the database cannot be reached at the start; later on the worker
                 waits for it.
         """
+        listens_at = await self._fit_to_poolers()
         async with AsyncExitStack() as stack:
             links = {
                 role: Link(self._connector, role) for role in ("claims", "sweeps", "finisher", "operations", "upkeep")
@@ -195,10 +199,38 @@ class Worker:
                 observe=self._observe,
             )
             runner.state = await stack.enter_async_context(self.app.run_lifespan())
-            await self._serve(links, finisher, runner)
+            await self._serve(links, finisher, runner, listens_at)
             return runner.close()
 
-    async def _serve(self, links: Mapping[str, Link], finisher: Finisher, runner: Runner) -> None:
+    async def _fit_to_poolers(self) -> Connector | None:
+        """Make our own connections fit a pooler that stands in between.
+
+        Returns:
+            Where to listen; ``None`` where nothing would be heard.
+        """
+        if self._direct is not None:
+            await check_direct(self._direct)
+        match await poolers.sharing(self._connector):
+            case Sharing.NONE:
+                return self._direct or self._connector
+            case Sharing.STATEMENTS if self._pool is not None and poolers.caches_statements(self._connector):
+                raise ConfigurationError(
+                    "cannot start a worker: its pool leads through a pooler in transaction mode, which mixes up "
+                    "prepared statements; create the pool with statement_cache_size=0"
+                )
+            case Sharing.STATEMENTS:
+                self._connector = poolers.without_cache(self._connector)
+        if self._direct is None:
+            logger.warning(
+                "the database is behind a pooler in transaction mode, where LISTEN hears nothing: looking for jobs "
+                "every %g s; let RECADO_LISTEN_DSN name the server itself",
+                self._poll_interval,
+            )
+        return self._direct
+
+    async def _serve(
+        self, links: Mapping[str, Link], finisher: Finisher, runner: Runner, listens_at: Connector | None
+    ) -> None:
         info = self._info()
         async with links["claims"].connection() as conn:
             # Registered and hungry before the first claim: what is enqueued from here on notifies us.
@@ -236,12 +268,13 @@ class Worker:
         )
         # On the connection of the sweeps: a tick is a few short statements, and one more connection is dear.
         scheduler = Scheduler(self.app, links["upkeep"], self.id, upkeep.system_tasks(), observe=self._observe)
-        listener = self._listener(claimers, runner, lease_thread)
+        endless = [upkeep.run, scheduler.run, lease_thread.watch]
+        if listens_at is not None:
+            endless.append(self._listener(listens_at, claimers, runner, lease_thread).run)
         lease_thread.start()
         try:
             async with asyncio.TaskGroup() as background:
-                endless = (listener.run(), upkeep.run(), scheduler.run(), lease_thread.watch())
-                ending = [background.create_task(task) for task in endless]
+                ending = [background.create_task(run()) for run in endless]
                 finishing = background.create_task(finisher.run())
                 await self._claim(claimers, runner)
                 # The order of the end: nothing is claimed any more, so wait for what runs; then write down
@@ -281,7 +314,9 @@ class Worker:
         # A claim that was under way has come in meanwhile.
         runner.stop()
 
-    def _listener(self, claimers: Mapping[str, Claimer], runner: Runner, lease_thread: Leases) -> Listener:
+    def _listener(
+        self, direct: Connector, claimers: Mapping[str, Claimer], runner: Runner, lease_thread: Leases
+    ) -> Listener:
         def wake(queue: str) -> None:
             if (claimer := claimers.get(queue)) is not None:
                 claimer.wake()
@@ -298,7 +333,7 @@ class Worker:
             self._observe(Event(EventKind.LISTENING))
 
         return Listener(
-            self._listen_connector,
+            direct,
             schema=self.app.schema,
             on_wake=wake,
             on_cancel=cancelled,
@@ -319,9 +354,11 @@ class Worker:
         )
 
     def _make_pool(self) -> Pool:
-        kwargs = {**self._connector.kwargs, "server_settings": {"application_name": "recado handlers"}}
+        # A job waits in its slot for its connection: behind a half-open socket it must not be for asyncpg's 60 s.
+        kwargs = {"timeout": CONNECT_TIMEOUT, **self._connector.kwargs}
+        kwargs["server_settings"] = {"application_name": "recado handlers"}
         size = min(sum(self._queues.values()), MAX_HANDLER_CONNECTIONS)
-        return asyncpg.create_pool(*self._connector.args, min_size=0, max_size=size, **kwargs)
+        return asyncpg.create_pool(*self._connector.args, min_size=0, max_size=size, connect=connect, **kwargs)
 
 
 def _log_crash(task: asyncio.Task[bool]) -> None:
@@ -330,10 +367,28 @@ def _log_crash(task: asyncio.Task[bool]) -> None:
         logger.critical("the worker ended: no job is run any more", exc_info=error)
 
 
-def _listen_connector(listen: str | None, database: Connector) -> Connector:
+def direct_connector(listen: str | None = None) -> Connector | None:
+    """How to connect for LISTEN where that is another way: by the URL ``listen``, else ``RECADO_LISTEN_DSN``."""
     if listen is None and (dsn := settings().listen_dsn) is not None:
         listen = dsn.get_secret_value()
-    return database if listen is None else connector(listen)
+    return None if listen is None else connector(listen)
+
+
+async def check_direct(direct: Connector) -> None:
+    """Refuse to listen where nothing is heard.
+
+    Raises:
+        ConfigurationError: a pooler in transaction mode stands in between.
+    """
+    try:
+        shared = await poolers.sharing(direct)
+    except TRANSIENT:
+        return  # the listener goes on trying, and polls do without it
+    if shared is not Sharing.NONE:
+        raise ConfigurationError(
+            "cannot start a worker: its URL for LISTEN leads through a pooler in transaction mode, where nothing is "
+            "heard; let RECADO_LISTEN_DSN name the server itself, or leave it out and poll"
+        )
 
 
 def _check_expiry() -> None:

@@ -319,7 +319,7 @@ async def test_a_user_of_the_service_sees_what_is_their_organizations(
         (Member(organization_id="a\0b"), 403, "printable"),
         (UnauthenticatedUser(), 401, "nobody is logged in"),
     ],
-    ids=repr,
+    ids=["none", "empty", "system", "system as a number", "no id", "not printable", "nobody"],
 )
 @pytest.mark.parametrize("path", ["", "/{job_id}", "/{job_id}/events", "/{job_id}/cancel"])
 async def test_who_belongs_to_no_organization_sees_nothing(

@@ -28,9 +28,9 @@ def shop_schema(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def role(owner: asyncpg.Connection, dsn: str, schema: str, rights: str) -> AsyncIterator[str]:
+async def role(owner: asyncpg.Connection, dsn: str, schema: str, rights: roles.Rights) -> AsyncIterator[str]:
     """The URL for a role of this test's own that has what one of the shop's has."""
-    async with ordinary_role(owner, dsn, schema, "") as url:
+    async with ordinary_role(owner, dsn, schema, *rights.queue) as url:
         name = url.partition("://")[2].partition(":")[0]
         await roles.grant(owner, name, rights)
         yield url

@@ -12,6 +12,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
+from recado.queue.grants import Role, grants
 from recado.queue.ids import new_id
 from recado.queue.workers import WorkerInfo, beat
 
@@ -21,8 +22,6 @@ PATIENCE = 20.0
 """Seconds until a signal that should have come is taken for missing; nothing waits for it where all is well."""
 
 SENTINEL = "sentinel"
-
-ALL_RIGHTS = "SELECT, INSERT, UPDATE, DELETE"
 
 WORKER = UUID("00000000-0000-4000-8000-000000000001")
 """Holds the jobs that :func:`insert` puts in as running."""
@@ -78,18 +77,14 @@ async def blocked(observer: asyncpg.Connection, waiting: asyncpg.Connection) -> 
 
 
 @asynccontextmanager
-async def ordinary_role(
-    owner: asyncpg.Connection, dsn: str, schema: str, rights: str = ALL_RIGHTS
-) -> AsyncIterator[str]:
-    """The URL of ``dsn`` for a role that owns nothing and is no superuser, but may do ``rights`` with each table."""
+async def ordinary_role(owner: asyncpg.Connection, dsn: str, schema: str, *purposes: Role) -> AsyncIterator[str]:
+    """The URL of ``dsn`` for a role that owns nothing and is no superuser, but has what ``recado grants`` gives it for
+    ``purposes``; for all of them unless some are named."""
     name = f"recado_test_{uuid4().hex}"  # roles belong to the whole server
     password = uuid4().hex
     await owner.execute(f"CREATE ROLE {name} LOGIN PASSWORD '{password}' NOSUPERUSER NOBYPASSRLS")
     try:
-        if rights:
-            await owner.execute(
-                f"GRANT USAGE ON SCHEMA {schema} TO {name}; GRANT {rights} ON ALL TABLES IN SCHEMA {schema} TO {name}"
-            )
+        await owner.execute(grants(name, purposes or Role, schema=schema))
         host = urlsplit(dsn).netloc.rpartition("@")[2]
         yield urlsplit(dsn)._replace(netloc=f"{name}:{password}@{host}").geturl()
     finally:

@@ -32,8 +32,9 @@ from recado.queue import (
     stats,
     workers,
 )
-from recado.queue.checks import PURPOSES, Finding, Level, Needs, check
+from recado.queue.checks import Finding, Level, check
 from recado.queue.finishes import Completion, Failure, Release
+from recado.queue.grants import PURPOSES, ROLES, Needs, Role, columns_of
 from recado.queue.schedules import Schedule
 from recado.queue.workers import WorkerInfo
 from recado.testing import drain
@@ -218,9 +219,10 @@ async def test_a_right_that_is_missing_is_named_with_what_it_is_for(
 ) -> None:
     needs = PURPOSES[purpose]
     table = list(needs)[-1]
-    await conn.execute(f"REVOKE {needs[table][-1]} ON {schema}.{table} FROM {urlsplit(role).username}")
+    privilege, _ = columns_of(needs[table][-1])
+    await conn.execute(f"REVOKE {privilege} ON {schema}.{table} FROM {urlsplit(role).username}")
     [sentence] = [f.sentence for f in await found(plain) if f"the role may not {purpose}: " in f.sentence]
-    assert f"it lacks {needs[table][-1]} ON {schema}.{table}; GRANT that" in sentence
+    assert f"{needs[table][-1]} ON {schema}.{table}; GRANT that as `recado grants` prints it" in sentence
 
 
 async def test_a_role_that_only_enqueues_may_be_meant_to_and_one_that_cannot_is_not(
@@ -233,8 +235,24 @@ async def test_a_role_that_only_enqueues_may_be_meant_to_and_one_that_cannot_is_
     await grant(conn, role, schema, bookkeeping)
     first, *others = await found(plain)
     assert first.level is Level.ERROR
-    assert f"it lacks SELECT, INSERT ON {schema}.jobs; SELECT ON {schema}.workers" in first.sentence
+    columns = PURPOSES["enqueue jobs"]["jobs"][0]
+    assert f"it lacks {columns}, INSERT ON {schema}.jobs; SELECT (hungry_queues) ON {schema}.workers" in first.sentence
     assert [f.level for f in others] == [Level.WARNING] * 3
+
+
+@pytest.mark.parametrize("kind", Role)
+async def test_a_role_that_has_what_it_is_for_lacks_nothing_that_must_be_mended(
+    conn: asyncpg.Connection, dsn: str, schema: str, kind: Role
+) -> None:
+    async with ordinary_role(conn, dsn, schema, kind) as url:
+        asking = await asyncpg.connect(url)
+        try:
+            findings = await found(asking)
+        finally:
+            await asking.close()
+    assert findings
+    assert {f.level for f in findings} == {Level.WARNING}
+    assert not [f for f in findings if f"may not {ROLES[kind]}" in f.sentence]
 
 
 async def as_enqueuer(conn: asyncpg.Connection) -> None:
@@ -308,6 +326,7 @@ async def as_api(conn: asyncpg.Connection) -> None:
     await counts.queue_depths(conn)
     [schedule] = await schedules.list_schedules(conn)
     await schedules.pause_schedule(conn, schedule.application, schedule.name)
+    await schedules.resume_schedule(conn, schedule.application, schedule.name)
     async with operations.tenant(conn, "7"):
         [operation] = await operations.list_operations(conn, "7")
         await operations.cancel_operation(conn, operation.job_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -13,10 +14,11 @@ from pydantic import BaseModel
 
 from recado import Discard, Operation, Recado, Retry, Snooze
 from recado.errors import IllegalTransition, InvalidPayload, LeaseLost, RegistrationError, TenantError, UnknownJobType
-from recado.queue import cancel, get_job, list_errors, operations, requeue
+from recado.queue import cancel, claims, get_job, list_errors, operations, requeue
 from recado.queue.operations import OperationRow, OperationStatus, tenant
 from recado.testing import drain
 from recado.worker import EventKind
+from recado.worker.operations import begin
 from tests.worker.support import Connect, working
 
 ORGANIZATION = "acme"
@@ -327,22 +329,21 @@ async def test_cancelling_one_that_waits_ends_both(kit: Kit, conn: asyncpg.Conne
     assert await statuses(conn, job_id) == ("cancelled", "error")
 
 
-async def test_an_attempt_that_lost_its_job_can_move_nothing(kit: Kit, dsn: str, conn: asyncpg.Connection) -> None:
-    async def perform(operation: Operation) -> Any:
-        async with operations.system(conn):
-            await conn.execute(f"UPDATE {kit.app.schema}.jobs SET fence = fence + 1")
-            await operations.mark_processing(conn, operation.job_id, 2, 33)  # what the next attempt does
-        with pytest.raises(IllegalTransition, match="not by this attempt"):
-            await operation.progress(90)
-        for move in (operation.mark_done(), operation.mark_error("no")):
-            with pytest.raises(LeaseLost):
-                await move
-
-    kit.perform = perform
+async def test_an_attempt_that_lost_its_job_can_move_nothing(kit: Kit, conn: asyncpg.Connection, schema: str) -> None:
     job_id = await kit.start(conn)
-    async with working(kit.app, dsn) as (_, seen):
-        await seen.seen(EventKind.LOST, job_id)
-    assert kit.errors == []
+    worker_id = uuid4()
+    [job] = await claims.claim(conn, worker_id, "default", 1, claims.NO_FLOORS)
+    operation = await begin(job, worker_id, lambda: nullcontext(conn), schema=schema)
+    async with operations.system(conn):  # what losing the job and the next attempt do
+        await conn.execute(f"UPDATE {schema}.jobs SET fence = fence + 1")
+        await operations.mark_processing(conn, job_id, 2, 33)
+    with pytest.raises(IllegalTransition, match="not by this attempt"):
+        await operation.progress(90)
+    for move in (operation.mark_done(), operation.mark_error("no")):
+        with pytest.raises(LeaseLost):
+            await move
+    with pytest.raises(LeaseLost):
+        await begin(job, worker_id, lambda: nullcontext(conn), schema=schema)
     row = await row_of(conn, job_id)
     assert (row.status, row.progress) == ("processing", 33)
 
