@@ -14,7 +14,7 @@ from rich.table import Table
 
 from recado.settings import DEFAULT_SCHEMA
 from tests.chaos.cluster import cluster
-from tests.chaos.scenarios import clocks, kills, network, server, silence
+from tests.chaos.scenarios import clocks, failover, kills, network, pooler, server, silence
 from tests.chaos.stage import Impossible, Outcome
 
 Program: TypeAlias = Callable[[Path], Awaitable[Outcome]]
@@ -64,6 +64,10 @@ PROGRAMS: dict[str, Program] = {
     "clocks an hour off": on_own_cluster(
         lambda dsn, schema, folder: clocks.set_clocks_wrong(dsn, schema, folder, clocks.FULL)
     ),
+    "behind a pooler": on_own_cluster(
+        lambda dsn, schema, folder: pooler.share_servers(dsn, schema, folder, pooler.FULL)
+    ),
+    "primary lost": lambda folder: failover.fail_over(folder, DEFAULT_SCHEMA, failover.FULL),
 }
 
 
