@@ -8,7 +8,7 @@ from typing import Any
 
 import asyncpg
 
-from recado import ClaimedJob, Recado
+from recado import ClaimedJob, Operation, Recado
 
 app = Recado()
 
@@ -41,3 +41,9 @@ async def hangs(payload: Any, job: ClaimedJob) -> str:
     if job.fence == 1:
         await asyncio.sleep(float(os.environ.get("HANG", "3600")))
     return f"fence {job.fence}"
+
+
+@app.operation("endless")
+async def endless(payload: Any, operation: Operation) -> None:
+    await operation.progress(40)
+    await asyncio.Event().wait()

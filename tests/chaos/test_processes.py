@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from uuid import UUID
 
 import asyncpg
 import pytest
 
 from recado import JobStatus, Recado
 from recado.queue import get_job
+from recado.queue.operations import OperationRow, OperationStatus, channel, get_operation, tenant
+from tests.chaos.apps import endless
 from tests.chaos.support import Watch, lines, worker_process
 from tests.worker.support import Connect
 
@@ -130,3 +135,41 @@ async def test_a_second_signal_does_not_wait_for_the_grace(
         worker.send(again)
         assert await worker.ended() == 0
     assert (await get_job(conn, job_id)).attempts == 0
+
+
+async def test_an_operation_whose_worker_was_killed_and_never_replaced_ends_as_interrupted(
+    dsn: str, conn: asyncpg.Connection, connect: Connect, schema: str, tmp_path: Path
+) -> None:
+    """The workers that are left serve other queues: they give the job back, and in the end give the operation up."""
+    handled = tmp_path / "handled"
+    async with Watch(await connect(), schema) as watch:
+        async with worker_process(dsn, handled, *HASTY) as worker:
+            job_id = await endless.start(conn, None, organization_id="acme")
+            await watch.until(f"status = 'running' FROM {schema}.jobs")
+            async with operations_listened(await connect()) as changed:
+                while (await operation_of(conn, job_id)).progress != 40:
+                    changed.clear()
+                    await changed.wait()
+            worker.send(signal.SIGKILL)
+            await worker.ended()
+        await conn.execute(f"UPDATE {schema}.schedules SET last_tick = 'epoch'")  # a quarter of an hour later
+        async with worker_process(dsn, handled, "-q", "other", RECADO_EXPIRY_AFTER="PT0.001S") as other:
+            await watch.until(f"status = 'cancelled' FROM {schema}.jobs")
+            other.send(signal.SIGTERM)
+            assert await other.ended() == 0
+    operation = await operation_of(conn, job_id)
+    assert (operation.status, operation.progress) == (OperationStatus.ERROR, 40)
+    assert operation.error == "The operation was interrupted before finishing. Please try again."
+
+
+async def operation_of(conn: asyncpg.Connection, job_id: UUID) -> OperationRow:
+    async with tenant(conn, "acme"):
+        return await get_operation(conn, job_id)
+
+
+@asynccontextmanager
+async def operations_listened(conn: asyncpg.Connection) -> AsyncIterator[asyncio.Event]:
+    changed = asyncio.Event()
+    await conn.add_listener(channel(None), lambda *_: changed.set())
+    yield changed
+    await conn.reset()
