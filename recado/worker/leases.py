@@ -173,7 +173,7 @@ class Leases:
         # later. Renewed a beat early, it never gets older than the third it may.
         self._renewed = {lease: self._renewed.get(lease, now - self._heartbeat) for lease in current}
         due = [lease for lease, at in self._renewed.items() if now - at >= self._renew_after - self._heartbeat]
-        rest = [lease for lease in current if lease not in set(due)]
+        rest = list(current.difference(due))
         standing: set[Lease] = set()
         if due:
             standing |= await leases.renew(conn, self._worker.id, due, schema=self._schema)
