@@ -19,7 +19,7 @@ from uuid import UUID
 
 import asyncpg
 import pytest
-from hypothesis import HealthCheck, Phase, settings, strategies
+from hypothesis import HealthCheck, Phase, seed, settings, strategies
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
@@ -690,12 +690,17 @@ THOROUGH = settings(
 )
 
 
+MOST_ROUNDS = 5
+"""One mostly suffices; which steps are possible depends on ids and clocks, too, so rare states may need another."""
+
+Live: TypeAlias = Callable[..., Counter[str]]
+
 QUICK = settings(THOROUGH, phases=[Phase.generate])
 """Without looking for the shortest sequence that fails: here they all should."""
 
 
 @pytest.fixture
-def live(dsn: str, schema: str) -> Iterator[Callable[[settings], Counter[str]]]:
+def live(dsn: str, schema: str) -> Iterator[Live]:
     """Lets sequences of steps run, and tells what they have come to. On a loop of its own: hypothesis calls plain
     functions."""
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
@@ -706,14 +711,15 @@ def live(dsn: str, schema: str) -> Iterator[Callable[[settings], Counter[str]]]:
 
             return runner.run(wait())
 
-        def live(how: settings) -> Counter[str]:
+        def live(how: settings, number: int = 0) -> Counter[str]:
             seen: Counter[str] = Counter()
 
             class Here(Life):
                 def __init__(self) -> None:
                     super().__init__(run, conn, service, schema, seen)
 
-            run_state_machine_as_test(Here, settings=how)
+            # The first sequences are the same each time, as far as ids and clocks allow.
+            run_state_machine_as_test(seed(number)(Here) if number else Here, settings=how)
             return seen
 
         conn, service = run(asyncpg.connect(dsn)), run(asyncpg.connect(dsn))
@@ -722,8 +728,12 @@ def live(dsn: str, schema: str) -> Iterator[Callable[[settings], Counter[str]]]:
         run(service.close())
 
 
-def test_whatever_happens_to_jobs_comes_to_what_the_model_says(live: Callable[[settings], Counter[str]]) -> None:
-    seen = live(THOROUGH)
+def test_whatever_happens_to_jobs_comes_to_what_the_model_says(live: Live) -> None:
+    seen: Counter[str] = Counter()
+    for number in range(MOST_ROUNDS):
+        seen += live(THOROUGH, number)
+        if all(seen[what] for what in REACHED):
+            break
 
     assert seen["steps"] > 2_000
     assert {what for what in REACHED if seen[what] == 0} == set()
@@ -741,13 +751,12 @@ WRONG: dict[str, tuple[ModuleType, str, str, str]] = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_the_model_notices(
-    mistake: str, live: Callable[[settings], Counter[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_notices(mistake: str, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, right, wrong = WRONG[mistake]
     statement = getattr(module, name)
     assert right in statement
     monkeypatch.setattr(module, name, statement.replace(right, wrong))
 
     with pytest.raises((AssertionError, asyncpg.PostgresError)):
-        live(QUICK)
+        for number in range(MOST_ROUNDS):
+            live(QUICK, number)
