@@ -750,6 +750,11 @@ WRONG: dict[str, tuple[ModuleType, str, str, str]] = {
 """What to break: a statement, and what becomes of a part of it."""
 
 
+def live_often(live: Live) -> None:
+    for number in range(MOST_ROUNDS):
+        live(QUICK, number)
+
+
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_model_notices(mistake: str, live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, right, wrong = WRONG[mistake]
@@ -758,5 +763,4 @@ def test_the_model_notices(mistake: str, live: Live, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, name, statement.replace(right, wrong))
 
     with pytest.raises((AssertionError, asyncpg.PostgresError)):
-        for number in range(MOST_ROUNDS):
-            live(QUICK, number)
+        live_often(live)
