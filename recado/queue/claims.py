@@ -38,7 +38,8 @@ FROM unnest(ARRAY(
     WHERE NOT EXISTS (SELECT FROM {schema}.queues WHERE name = $2 AND paused_at IS NOT NULL)
     LIMIT $3
 )) AS claimed (tid)
-WHERE j.ctid = claimed.tid AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
+WHERE j.ctid = claimed.tid AND (claimed.tid > '(0,0)' OR claimed.tid <= '(0,0)')
+  AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
 RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclaims, fence, run_at,
     greatest(least(created_at, now()), '1970-01-01 00:00:00+00'), metadata,
     extract(epoch FROM clock_timestamp() - greatest(run_at, least(created_at, now())))::float8
@@ -53,6 +54,11 @@ RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclai
 - ``ARRAY(…)`` runs once. ``id IN (SELECT … SKIP LOCKED)`` may run again, and lock more than $3 rows. It is joined:
   in ``ctid = ANY (ARRAY(…))`` a plan made while the table was new compares each of its rows with all of the array,
   until autovacuum has analyzed it: with 40,000 pending jobs 160 ms a claim of 1,000, joined 19; else the same 10.
+- The condition on ``tid`` is always true. The planner takes it for true of six rows in ten that it expects of the
+  array, and so looks rows up by their place from a table of some 24 pages on, where it would else read and hash the
+  table up to 40, which is about what it has when a connection settles on its plan: on a new table that grew while
+  jobs streamed through, 26 µs a job, so 10, and 28,900 jobs/s instead of 22,700. With a range, taken for true of one
+  or three, a plan made for a table of one page compares each row with each ``tid``: tests/queue/test_plans.py.
 - The floors ($4 to $7) let a claim start where the last one ended. While an old snapshot anywhere keeps
   VACUUM from removing what was claimed before, a claim from the start walks over all of it: 100,000 jobs
   took 1.0 s for their first fifth and 3.9 s for the last; with floors all fifths took the same.
