@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterator
 
 import asyncpg
 import pytest
 import pytest_asyncio
 
-from recado import cli
 from recado.queue import pause
-from recado.settings import settings
+from tests.commands import Call, calling
 from tests.queue.support import insert, ordinary_role
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Result]
 
 
 @pytest_asyncio.fixture
@@ -37,22 +24,8 @@ async def role(conn: asyncpg.Connection, dsn: str, schema: str) -> AsyncIterator
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role: str) -> Iterator[Call]:
     """``recado check`` with ``args`` as an ordinary role, on a thread of its own."""
-    monkeypatch.setenv("RECADO_DSN", role)
-    settings.cache_clear()
-
-    def call(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["recado", "check", *args])
-        code = 0
-        with ThreadPoolExecutor(1) as thread:
-            try:
-                thread.submit(cli.main).result()
-            except SystemExit as exit_:
-                code = int(exit_.code or 0)
-        return Result(code, *capsys.readouterr())
-
-    yield call
-    monkeypatch.undo()
-    settings.cache_clear()
+    with calling("check", monkeypatch=monkeypatch, capsys=capsys, dsn=role) as call:
+        yield call
 
 
 async def test_where_all_is_well_it_says_so(call: Call) -> None:

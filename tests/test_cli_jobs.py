@@ -8,8 +8,7 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -20,12 +19,12 @@ import pytest_asyncio
 from uuid6 import uuid7
 
 import recado
-from recado import Discard, Recado, cli
+from recado import Discard, Recado
 from recado.queue import cancel, get_job, migrate
 from recado.queue.admin import ROWS_PER_STATEMENT
-from recado.settings import settings
 from recado.testing import drain
 from tests.chaos.support import PATIENCE
+from tests.commands import Call, Result, calling
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e\u2028[bold red]x[/]\\[/]\ud7ff\N{SNOWMAN}"
 """What takes over a terminal, hides text or turns it round, and rich's markup."""
@@ -33,34 +32,11 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e\u2028[bold red]x[/]\\[/]\ud7f
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e\u2028[bold red]x[/]\[/]\ud7ff" + "\N{SNOWMAN}"
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dsn: str) -> Iterator[Call]:
     """``recado`` with ``args`` on the test's database, on a thread of its own; its stdout is no terminal."""
-    monkeypatch.setenv("RECADO_DSN", dsn)
-    settings.cache_clear()
-
-    def call(*args: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["recado", *map(str, args)])
-        code = 0
-        with ThreadPoolExecutor(1) as thread:
-            try:
-                thread.submit(cli.main).result()
-            except SystemExit as exit_:
-                code = int(exit_.code or 0)
-        return Result(code, *capsys.readouterr())
-
-    yield call
-    monkeypatch.undo()
-    settings.cache_clear()
+    with calling(monkeypatch=monkeypatch, capsys=capsys, dsn=dsn) as call:
+        yield call
 
 
 def environment(dsn: str, **variables: str) -> dict[str, str]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import NamedTuple
 from uuid import uuid4
 
 import asyncpg
 import pytest
 import pytest_asyncio
 
-from recado import cli
 from recado.queue import list_schedules
 from recado.queue.schedules import SYSTEM, Schedule, get_schedules, set_tick, sync
 from recado.queue.workers import WorkerInfo, beat
-from recado.settings import settings
+from tests.commands import Call, Result, calling
 from tests.queue.support import insert
 
 DAILY = Schedule("report.daily", "report.render", "0 6 1 1 *", "Europe/Madrid")
@@ -26,34 +22,11 @@ PRUNE = Schedule("recado.prune", None, "0 0 1 1 *")
 TICK = datetime(2024, 1, 1, 5, tzinfo=UTC)
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dsn: str) -> Iterator[Call]:
     """``recado schedules`` with ``args`` on the test's database, on a thread of its own."""
-    monkeypatch.setenv("RECADO_DSN", dsn)
-    settings.cache_clear()
-
-    def call(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["recado", "schedules", *args])
-        code = 0
-        with ThreadPoolExecutor(1) as thread:
-            try:
-                thread.submit(cli.main).result()
-            except SystemExit as exit_:
-                code = int(exit_.code or 0)
-        return Result(code, *capsys.readouterr())
-
-    yield call
-    monkeypatch.undo()
-    settings.cache_clear()
+    with calling("schedules", monkeypatch=monkeypatch, capsys=capsys, dsn=dsn) as call:
+        yield call
 
 
 @pytest_asyncio.fixture(autouse=True)
