@@ -306,29 +306,18 @@ class Recado:
         Raises:
             RegistrationError: the name, an option or a parameter of the function is wrong, or the name is taken.
         """
-        local_names = sys._getframe(1).f_locals
-        # Checked here and not in the decorator, so that the traceback points at the line with the option.
-        checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
-        timeout = _checked_timeout(name, timeout)
-        backoff = _checked_backoff(name, backoff)
-
-        def register(function: Callable[..., Any]) -> JobHandler[Any, Any, Any]:
-            adapter, takes_payload, wants = _read_signature(name, function, local_names)
-            handler: JobHandler[Any, Any, Any] = JobHandler(
-                self,
-                name,
-                function,
-                adapter,
-                takes_payload=takes_payload,
-                wants=wants,
-                timeout=timeout,
-                backoff=backoff,
-                critical=critical,
-                **checked,
-            )
-            self._add(handler)
-            return handler
-
+        register = self._registering(
+            JobHandler,
+            name,
+            INJECTED,
+            sys._getframe(1).f_locals,
+            queue=queue,
+            priority=priority,
+            max_attempts=max_attempts,
+            timeout=timeout,
+            backoff=backoff,
+            critical=critical,
+        )
         return typing.cast("_Decorator", register)
 
     def operation(
@@ -355,31 +344,20 @@ class Recado:
         Raises:
             RegistrationError: the kind, an option or a parameter of the function is wrong, or the kind is taken.
         """
-        local_names = sys._getframe(1).f_locals
-        name = f"{JOB_TYPE_PREFIX}{kind}"
-        checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
+        register = self._registering(
+            OperationHandler,
+            f"{JOB_TYPE_PREFIX}{kind}",
+            INJECTED_IN_OPERATIONS,
+            sys._getframe(1).f_locals,
+            queue=queue,
+            priority=priority,
+            max_attempts=max_attempts,
+            timeout=timeout,
+            backoff=backoff,
+            critical=False,
+        )
         if "." in kind:
             raise RegistrationError(f"cannot register operation {kind!r}: a kind has no dot; call it what clients do")
-        timeout = _checked_timeout(name, timeout)
-        backoff = _checked_backoff(name, backoff)
-
-        def register(function: Callable[..., Any]) -> OperationHandler[Any, Any, Any]:
-            adapter, takes_payload, wants = _read_signature(name, function, local_names, INJECTED_IN_OPERATIONS)
-            handler: OperationHandler[Any, Any, Any] = OperationHandler(
-                self,
-                name,
-                function,
-                adapter,
-                takes_payload=takes_payload,
-                wants=wants,
-                timeout=timeout,
-                backoff=backoff,
-                critical=False,
-                **checked,
-            )
-            self._add(handler)
-            return handler
-
         return typing.cast("_OperationDecorator", register)
 
     def cron(
@@ -615,6 +593,51 @@ class Recado:
             conn, input, organization_id=organization_id, created_by=created_by, idempotency_key=idempotency_key
         )
 
+    def _registering(
+        self,
+        handler_class: type[JobHandler[Any, Any, Any]],
+        name: str,
+        injected: frozenset[str],
+        local_names: Mapping[str, Any],
+        *,
+        queue: str,
+        priority: int,
+        max_attempts: int,
+        timeout: float | None,
+        backoff: Backoff,
+        critical: bool,
+    ) -> Callable[[Callable[..., Any]], JobHandler[Any, Any, Any]]:
+        """The decorator that registers a function as a handler.
+
+        The options are checked here and not in the decorator, so that the traceback points at the line with them.
+
+        Args:
+            injected: what the function may ask for by the names of its parameters.
+            local_names: of the caller, which annotations may use.
+        """
+        checked = _checked_options(name, queue=queue, priority=priority, max_attempts=max_attempts)
+        timeout = _checked_timeout(name, timeout)
+        backoff = _checked_backoff(name, backoff)
+
+        def register(function: Callable[..., Any]) -> JobHandler[Any, Any, Any]:
+            adapter, takes_payload, wants = _read_signature(name, function, local_names, injected)
+            handler = handler_class(
+                self,
+                name,
+                function,
+                adapter,
+                takes_payload=takes_payload,
+                wants=wants,
+                timeout=timeout,
+                backoff=backoff,
+                critical=critical,
+                **checked,
+            )
+            self._add(handler)
+            return handler
+
+        return register
+
     def _known(self, name: str) -> JobType[Any]:
         try:
             return self._types[name]
@@ -758,7 +781,7 @@ def _checked_backoff(name: str, backoff: Backoff) -> Backoff:
 
 
 def _read_signature(
-    name: str, function: Callable[..., Any], local_names: Mapping[str, Any], injected: frozenset[str] = INJECTED
+    name: str, function: Callable[..., Any], local_names: Mapping[str, Any], injected: frozenset[str]
 ) -> tuple[TypeAdapter[Any], bool, frozenset[str]]:
     """The adapter of the payload's annotation, whether there is a payload, and the parameters to inject."""
     if not callable(function) or isinstance(function, type):
