@@ -36,6 +36,10 @@ class MissingIdempotencyKey(EnqueueError):
     """A job type declared ``critical`` was enqueued without an idempotency key."""
 
 
+class InvalidArgument(RecadoError, ValueError):
+    """An id, a filter or a limit that nothing can have; raised before any SQL."""
+
+
 class JobNotFound(RecadoError, LookupError):
     """No job has this id."""
 

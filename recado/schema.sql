@@ -14,7 +14,8 @@ CREATE TABLE recado.job_errors (
     error_class text                     NOT NULL,
     message     text                     NOT NULL,
     traceback   text,
-    CONSTRAINT job_errors_pkey PRIMARY KEY (job_id, fence)
+    CONSTRAINT job_errors_pkey PRIMARY KEY (job_id, fence),
+    CONSTRAINT job_errors_times_check CHECK (LEAST(started_at, ended_at) >= '1970-01-01 00:00:00+00'::timestamp with time zone AND GREATEST(started_at, ended_at) < '9999-12-31 00:00:00+00'::timestamp with time zone)
 );
 
 CREATE TABLE recado.job_stats (
@@ -55,7 +56,8 @@ CREATE TABLE recado.jobs (
     CONSTRAINT jobs_attempts_check CHECK (attempts >= 0 AND attempts <= max_attempts AND max_attempts > 0),
     CONSTRAINT jobs_priority_check CHECK (priority >= 0 AND priority <= 3),
     CONSTRAINT jobs_run_at_check CHECK (run_at >= '1970-01-01 00:00:00+00'::timestamp with time zone AND run_at < '9999-12-31 00:00:00+00'::timestamp with time zone),
-    CONSTRAINT jobs_status_check CHECK (status = ANY (ARRAY['pending'::text, 'running'::text, 'completed'::text, 'dead'::text, 'cancelled'::text]))
+    CONSTRAINT jobs_status_check CHECK (status = ANY (ARRAY['pending'::text, 'running'::text, 'completed'::text, 'dead'::text, 'cancelled'::text])),
+    CONSTRAINT jobs_times_check CHECK (LEAST(created_at, updated_at, locked_at, finished_at) >= '1970-01-01 00:00:00+00'::timestamp with time zone AND GREATEST(created_at, updated_at, locked_at, finished_at) < '9999-12-31 00:00:00+00'::timestamp with time zone)
 ) WITH (
     autovacuum_analyze_scale_factor = 0.01,
     autovacuum_vacuum_cost_delay = 0,
@@ -84,7 +86,8 @@ CREATE TABLE recado.operations (
     CONSTRAINT operations_error_check CHECK (length(error) <= 2000),
     CONSTRAINT operations_organization_id_check CHECK (organization_id <> ALL (ARRAY[''::text, '0'::text])),
     CONSTRAINT operations_progress_check CHECK (progress >= 0 AND progress <= 100),
-    CONSTRAINT operations_status_check CHECK (status = ANY (ARRAY['pending'::text, 'processing'::text, 'done'::text, 'error'::text]))
+    CONSTRAINT operations_status_check CHECK (status = ANY (ARRAY['pending'::text, 'processing'::text, 'done'::text, 'error'::text])),
+    CONSTRAINT operations_times_check CHECK (LEAST(created_at, updated_at) >= '1970-01-01 00:00:00+00'::timestamp with time zone AND GREATEST(created_at, updated_at) < '9999-12-31 00:00:00+00'::timestamp with time zone)
 );
 CREATE INDEX operations_organization_idx ON recado.operations USING btree (organization_id, created_at DESC, job_id DESC);
 CREATE INDEX operations_status_idx ON recado.operations USING btree (status, created_at DESC);
@@ -124,7 +127,8 @@ CREATE TABLE recado.schedules (
     updated_at  timestamp with time zone NOT NULL DEFAULT now(),
     CONSTRAINT schedules_pkey PRIMARY KEY (application, name),
     CONSTRAINT schedules_job_type_check CHECK ((application = ''::text) = (job_type IS NULL)),
-    CONSTRAINT schedules_overlap_check CHECK (overlap = ANY (ARRAY['skip'::text, 'queue'::text]))
+    CONSTRAINT schedules_overlap_check CHECK (overlap = ANY (ARRAY['skip'::text, 'queue'::text])),
+    CONSTRAINT schedules_times_check CHECK (LEAST(last_tick, paused_at, created_at, updated_at) >= '1970-01-01 00:00:00+00'::timestamp with time zone AND GREATEST(last_tick, paused_at, created_at, updated_at) < '9999-12-31 00:00:00+00'::timestamp with time zone)
 );
 
 CREATE TABLE recado.schema_migrations (
@@ -148,7 +152,9 @@ CREATE TABLE recado.workers (
     hungry_queues text[]                   NOT NULL DEFAULT '{}'::text[],
     started_at    timestamp with time zone NOT NULL DEFAULT now(),
     heartbeat_at  timestamp with time zone NOT NULL DEFAULT now(),
-    CONSTRAINT workers_pkey PRIMARY KEY (id)
+    CONSTRAINT workers_pkey PRIMARY KEY (id),
+    CONSTRAINT workers_spans_check CHECK (LEAST(lease, silence) >= '00:00:00'::interval AND GREATEST(lease, silence) <= '1000 years'::interval),
+    CONSTRAINT workers_times_check CHECK (LEAST(started_at, heartbeat_at) >= '1970-01-01 00:00:00+00'::timestamp with time zone AND GREATEST(started_at, heartbeat_at) < '9999-12-31 00:00:00+00'::timestamp with time zone)
 ) WITH (
     autovacuum_vacuum_cost_delay = 0,
     autovacuum_vacuum_scale_factor = 0,

@@ -353,7 +353,7 @@ async def test_each_schema_is_a_queue_of_its_own(call: Call, conn: asyncpg.Conne
 
 
 async def test_an_argument_that_is_no_text_is_one_sentence(call: Call) -> None:
-    assert_one_sentence(call("jobs", "list", "--type", os.fsdecode(b"\xff")), "invalid input for query argument")
+    assert_one_sentence(call("jobs", "list", "--type", os.fsdecode(b"\xff")), "cannot look for job type")
 
 
 async def test_json_of_any_kind_is_shown(call: Call, conn: asyncpg.Connection, schema: str) -> None:

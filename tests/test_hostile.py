@@ -5,7 +5,7 @@ Each is refused in one sentence that says what to do, and the caller's transacti
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +16,8 @@ from recado import Recado
 from recado.errors import RecadoError
 from recado.queue import cancel, get_job, pause, requeue, resume
 from recado.queue.operations import cancel_operation, get_operation, list_operations, tenant
+from tests import commands
+from tests.commands import calling
 
 Call = Callable[[asyncpg.Connection, Any], Awaitable[object]]
 
@@ -65,8 +67,8 @@ SURFACES: dict[str, tuple[list[Call], list[Any]]] = {
     "queues": ([pause, resume], [*TEXTS, "Mail", "'; DROP TABLE jobs; --", None, 5, True]),
     "job types": ([enqueue], [*TEXTS, None, 5, "operation.report", "_smoke.ECHO"]),
     "kinds": ([start], [*TEXTS, None, 5, "operation.report"]),
-    "organizations": ([enter, start_for, list_operations], [*TEXTS, "0", 0, True]),
-    "people": ([start_by], ["x" * 10_000, "a\0b", "a\ud800b", "a\nb"]),
+    "organizations": ([enter, start_for, list_operations], [*TEXTS, "0", 0, True, 10**5_000]),
+    "people": ([start_by], ["x" * 10_000, "a\0b", "a\ud800b", "a\nb", b"ada", [], object(), True, 1.0, 10**5_000]),
     "keys": ([start_with_key], ["", "x" * 10_000, "a\0b", "a\ud800b", b"bytes", 5, True]),
 }
 
@@ -83,3 +85,55 @@ async def test_what_cannot_be_is_refused_in_one_sentence(surface: str, conn: asy
             message = str(raised.value)
             assert len(message) < 500, (call, value)
             assert message.isprintable(), (call, value)
+
+
+# --- on the command line ---
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dsn: str) -> Iterator[commands.Call]:
+    with calling(monkeypatch=monkeypatch, capsys=capsys, dsn=dsn) as call:
+        yield call
+
+
+NO_TEXTS = ["\udcff", "a\0b", "x" * 10_000]
+"""An argument's bytes that are no UTF-8 arrive as lone surrogates; a NUL could only come from within Python."""
+
+
+@pytest.mark.parametrize("text", NO_TEXTS, ids=["no UTF-8", "NUL", "long"])
+def test_a_filter_that_nothing_can_have_is_one_sentence(text: str, call: commands.Call) -> None:
+    for args in [
+        ("jobs", "list", "--type", text),
+        ("jobs", "list", "--queue", text),
+        ("jobs", "retry", "--type", text),
+        ("jobs", "retry", "--queue", text),
+        ("schedules", "list", "--app-name", text),
+        ("schedules", "pause", text),
+        ("schedules", "resume", "report.daily", "--app-name", text),
+    ]:
+        result = call(*args)
+        assert (result.code, result.out) == (1, ""), args
+        assert result.err.startswith("recado: cannot look for "), args
+        assert result.err.count("\n") == 1
+        assert len(result.err) < 400
+        assert result.err[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(("jobs", "list", "--limit", str(limit)) for limit in (0, -1, 2**31, 2**70, "1.5", "x", "")),
+        *(("dead", "--limit", str(limit)) for limit in (0, -1, 2**70)),
+        *(
+            ("jobs", verb, job_id)
+            for verb in ("show", "cancel", "retry")
+            for job_id in ("7", "", "\udcff", "x" * 9_999)
+        ),
+        *(("jobs", "list", "--status", status) for status in ("Dead", "", "\udcff")),
+    ],
+)
+def test_a_command_that_was_called_wrongly_says_so(args: tuple[str, ...], call: commands.Call) -> None:
+    result = call(*args)
+    assert (result.code, result.out) == (2, "")
+    assert "Usage: recado " in result.err
+    assert "Traceback" not in result.err

@@ -53,7 +53,7 @@ STATEMENT_PARAMETERS = {
 
 
 def built_sql(source: str, module: str) -> list[str]:
-    """Where ``module`` sends what is neither a constant nor one that was filled by ``fill()``."""
+    """Where ``module`` sends what is neither a constant nor one that was filled by ``fill()`` or ``numbered()``."""
     return [
         f"line {node.lineno}: {ast.unparse(node)[:60]}"
         for function in _functions(ast.parse(source))
@@ -93,7 +93,7 @@ def _is_database(receiver: ast.expr) -> bool:
 
 def _is_constant(node: ast.expr, filled: set[str]) -> bool:
     match node:
-        case ast.Call(func=ast.Name(id="fill"), args=[ast.Name() | ast.Attribute(), *_]):
+        case ast.Call(func=ast.Name(id="fill" | "numbered"), args=[ast.Name() | ast.Attribute(), *_]):
             return True
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name.isupper() or name in filled

@@ -23,7 +23,7 @@ from recado.app import Recado
 from recado.errors import OperationNotFound
 from recado.queue import poolers
 from recado.queue.connections import TRANSIENT, Connection, Connector, Pool, connector
-from recado.queue.operations import OperationRow, channel, get_operation, tenant
+from recado.queue.operations import OperationRow, channel, get_operation, is_newer, tenant
 from recado.queue.poolers import Sharing
 from recado.queue.workers import PROBE
 from recado.settings import settings
@@ -105,14 +105,15 @@ class Watch:
         self._hub = hub
         self.organization_id = organization_id
         self._seen = seen
-        self._version = 0
+        self._version: int | None = None
         self._newest: OperationRow | None = None
         self._ended = False
         self._news = asyncio.Event()
 
     def offer(self, operation: OperationRow) -> None:
         """Keep a state, unless it is known; two reads of it may come in any order."""
-        if operation.version > self._version and operation.version != self._seen:
+        known = self._version is not None and not is_newer(operation.version, self._version)
+        if not known and operation.version != self._seen:
             self._seen = None
             self._version = operation.version
             self._newest = operation

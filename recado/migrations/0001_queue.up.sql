@@ -29,7 +29,12 @@ CREATE TABLE {schema}.jobs (
     CONSTRAINT jobs_attempts_check CHECK (attempts BETWEEN 0 AND max_attempts AND max_attempts > 0),
     -- The span Python's datetime can hold with any time zone: a row outside it could not be read back,
     -- and would wedge every claim that meets it.
-    CONSTRAINT jobs_run_at_check CHECK (run_at >= '1970-01-01 00:00:00+00' AND run_at < '9999-12-31 00:00:00+00')
+    CONSTRAINT jobs_run_at_check CHECK (run_at >= '1970-01-01 00:00:00+00' AND run_at < '9999-12-31 00:00:00+00'),
+    -- The same for what only lists read, here and in the other tables: one such row would break each list it is in.
+    CONSTRAINT jobs_times_check CHECK (
+        least(created_at, updated_at, locked_at, finished_at) >= '1970-01-01 00:00:00+00'
+        AND greatest(created_at, updated_at, locked_at, finished_at) < '9999-12-31 00:00:00+00'
+    )
 ) WITH (
     -- Every job leaves two dead versions behind at least; the defaults would let them pile up to a fifth of the table.
     autovacuum_vacuum_scale_factor = 0.01,
@@ -59,7 +64,11 @@ CREATE TABLE {schema}.job_errors (
     message     text        NOT NULL,
     traceback   text,
     CONSTRAINT job_errors_pkey PRIMARY KEY (job_id, fence),
-    CONSTRAINT job_errors_job_id_fkey FOREIGN KEY (job_id) REFERENCES {schema}.jobs (id) ON DELETE CASCADE
+    CONSTRAINT job_errors_job_id_fkey FOREIGN KEY (job_id) REFERENCES {schema}.jobs (id) ON DELETE CASCADE,
+    CONSTRAINT job_errors_times_check CHECK (
+        least(started_at, ended_at) >= '1970-01-01 00:00:00+00'
+        AND greatest(started_at, ended_at) < '9999-12-31 00:00:00+00'
+    )
 );
 
 -- The registry of live worker processes. A worker is hungry for a queue while it waits for jobs there;
@@ -77,7 +86,15 @@ CREATE TABLE {schema}.workers (
     hungry_queues text[]      NOT NULL DEFAULT '{}',
     started_at    timestamptz NOT NULL DEFAULT now(),
     heartbeat_at  timestamptz NOT NULL DEFAULT now(),
-    CONSTRAINT workers_pkey PRIMARY KEY (id)
+    CONSTRAINT workers_pkey PRIMARY KEY (id),
+    CONSTRAINT workers_times_check CHECK (
+        least(started_at, heartbeat_at) >= '1970-01-01 00:00:00+00'
+        AND greatest(started_at, heartbeat_at) < '9999-12-31 00:00:00+00'
+    ),
+    -- Everybody's sweeps count back from now by these; beyond the first year that a timestamp knows, they would fail.
+    CONSTRAINT workers_spans_check CHECK (
+        least(lease, silence) >= '0' AND greatest(lease, silence) <= interval '1000 years'
+    )
 ) WITH (
     -- A handful of rows, updated all the time and read by every enqueue: keep it to one page.
     fillfactor = 50,

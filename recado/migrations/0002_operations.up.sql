@@ -20,7 +20,12 @@ CREATE TABLE {schema}.operations (
     CONSTRAINT operations_organization_id_check CHECK (organization_id NOT IN ('', '0')),
     CONSTRAINT operations_status_check CHECK (status IN ('pending', 'processing', 'done', 'error')),
     CONSTRAINT operations_progress_check CHECK (progress BETWEEN 0 AND 100),
-    CONSTRAINT operations_error_check CHECK (length(error) <= 2000)
+    CONSTRAINT operations_error_check CHECK (length(error) <= 2000),
+    -- As for jobs. Not clamped where it is read: the page after it would begin somewhere else.
+    CONSTRAINT operations_times_check CHECK (
+        least(created_at, updated_at) >= '1970-01-01 00:00:00+00'
+        AND greatest(created_at, updated_at) < '9999-12-31 00:00:00+00'
+    )
 );
 
 -- An organization's own, newest first, page by page.

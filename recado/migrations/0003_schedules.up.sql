@@ -21,7 +21,11 @@ CREATE TABLE {schema}.schedules (
     updated_at  timestamptz NOT NULL DEFAULT now(),
     CONSTRAINT schedules_pkey PRIMARY KEY (application, name),
     CONSTRAINT schedules_job_type_check CHECK ((application = '') = (job_type IS NULL)),
-    CONSTRAINT schedules_overlap_check CHECK (overlap IN ('skip', 'queue'))
+    CONSTRAINT schedules_overlap_check CHECK (overlap IN ('skip', 'queue')),
+    CONSTRAINT schedules_times_check CHECK (
+        least(last_tick, paused_at, created_at, updated_at) >= '1970-01-01 00:00:00+00'
+        AND greatest(last_tick, paused_at, created_at, updated_at) < '9999-12-31 00:00:00+00'
+    )
 );
 
 -- Goes with its worker: a schedule that no row here names has left the code.

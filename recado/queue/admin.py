@@ -10,10 +10,11 @@ import asyncpg
 
 from recado.errors import IllegalTransition, JobNotFound
 from recado.queue.connections import Connection
-from recado.queue.limits import check_queue
+from recado.queue.limits import check_before, check_id, check_limit, check_name, check_queue, check_status
 from recado.queue.models import Job, JobError, JobStatus, read_json
 from recado.queue.operations import CANCELLED, JOB_TYPE_PREFIX, mark_error, system
 from recado.queue.statements import WOKEN, fill
+from recado.queue.transactions import atomic
 
 PAGE_SIZE = 100
 """Rows of a list unless the caller asks for more or fewer: a screenful or two."""
@@ -133,9 +134,10 @@ async def get_job(conn: Connection, job_id: UUID, *, schema: str | None = None) 
     """The job with this id.
 
     Raises:
+        InvalidArgument: ``job_id`` is no UUID.
         JobNotFound: there is none.
     """
-    row = await conn.fetchrow(fill(SELECT_JOB, schema), job_id)
+    row = await conn.fetchrow(fill(SELECT_JOB, schema), check_id(job_id))
     if row is None:
         raise JobNotFound(f"cannot find job {job_id}: there is none with this id; it may have been pruned")
     return _job(row)
@@ -155,20 +157,41 @@ async def list_jobs(
 
     Args:
         before: the last id of the page before this one.
+
+    Raises:
+        InvalidArgument: a filter or the limit is none that could be; raised before any SQL.
     """
-    rows = await conn.fetch(fill(SELECT_JOBS, schema), status, queue, job_type, before, limit)
+    rows = await conn.fetch(
+        fill(SELECT_JOBS, schema),
+        None if status is None else check_status(status, JobStatus),
+        None if queue is None else check_name(queue, "queue"),
+        None if job_type is None else check_name(job_type, "job type"),
+        None if before is None else check_id(before),
+        check_limit(limit),
+    )
     return [_job(row) for row in rows]
 
 
 async def list_errors(conn: Connection, job_id: UUID, *, schema: str | None = None) -> list[JobError]:
-    """What went wrong with a job, oldest first; empty for one that never failed."""
-    rows = await conn.fetch(fill(SELECT_ERRORS, schema), job_id)
+    """What went wrong with a job, oldest first; empty for one that never failed.
+
+    Raises:
+        InvalidArgument: ``job_id`` is no UUID.
+    """
+    rows = await conn.fetch(fill(SELECT_ERRORS, schema), check_id(job_id))
     return [JobError(job_id, row[0], row[1], _uuid(row[2]), *row[3:]) for row in rows]
 
 
 async def dead_by_error(conn: Connection, *, limit: int = PAGE_SIZE, schema: str | None = None) -> list[DeadGroup]:
-    """What died, grouped by job type and error, the most frequent first."""
-    return [DeadGroup(*row) for row in await conn.fetch(fill(DEAD_BY_ERROR, schema), limit)]
+    """What died, grouped by job type and error, the most frequent first.
+
+    Args:
+        limit: of the groups.
+
+    Raises:
+        InvalidArgument: the limit is none that could be.
+    """
+    return [DeadGroup(*row) for row in await conn.fetch(fill(DEAD_BY_ERROR, schema), check_limit(limit))]
 
 
 async def cancel(conn: Connection, job_id: UUID, *, schema: str | None = None) -> None:
@@ -178,10 +201,12 @@ async def cancel(conn: Connection, job_id: UUID, *, schema: str | None = None) -
     ``CancelledError``; a plain function in its thread cannot be interrupted, but what it returns is dropped.
 
     Raises:
+        InvalidArgument: ``job_id`` is no UUID.
         JobNotFound: there is no such job.
         IllegalTransition: it had ended already.
     """
-    async with conn.transaction():  # an operation ends with its job, whoever cancels it
+    check_id(job_id)
+    async with atomic(conn):  # an operation ends with its job, whoever cancels it
         row = await conn.fetchrow(fill(CANCEL, schema), job_id)
         if row is None:
             job = await get_job(conn, job_id, schema=schema)
@@ -197,10 +222,11 @@ async def requeue(conn: Connection, job_id: UUID, *, schema: str | None = None) 
     """Run a job that is dead, cancelled or completed once more, with all its attempts.
 
     Raises:
+        InvalidArgument: ``job_id`` is no UUID.
         JobNotFound: there is no such job.
         IllegalTransition: it is pending or running, or an operation's.
     """
-    if not await conn.fetch(fill(REQUEUE, schema), job_id):
+    if not await conn.fetch(fill(REQUEUE, schema), check_id(job_id)):
         job = await get_job(conn, job_id, schema=schema)
         if job.job_type.startswith(JOB_TYPE_PREFIX):
             raise IllegalTransition(
@@ -230,8 +256,17 @@ async def requeue_dead(
     Returns:
         Their ids; as long as there are some, another call finds more. Jobs that another transaction is
         changing at the moment are passed over.
+
+    Raises:
+        InvalidArgument: a filter or the limit is none that could be; raised before any SQL.
     """
-    changed = await conn.fetch(fill(REQUEUE_DEAD, schema), job_type, queue, before, limit)
+    changed = await conn.fetch(
+        fill(REQUEUE_DEAD, schema),
+        None if job_type is None else check_name(job_type, "job type"),
+        None if queue is None else check_name(queue, "queue"),
+        None if before is None else check_before(before),
+        check_limit(limit),
+    )
     return [UUID(row[0]) for row in changed]
 
 

@@ -1,15 +1,19 @@
-"""What a job's columns may hold, checked before any SQL.
+"""What a job's columns may hold, and what may be asked for, checked before any SQL.
 
-The table's own constraints stand behind these; the checks here are for the sentence a person reads.
+The table's own constraints stand behind the former; the checks here are for the sentence a person reads.
 """
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from enum import StrEnum
+from typing import TypeVar
 from uuid import UUID
 
-from recado.errors import EnqueueError
+from recado.errors import EnqueueError, InvalidArgument
+
+Status = TypeVar("Status", bound=StrEnum)
 
 MAX_NAME_LENGTH = 128
 """Of a job type or a queue; enough for any name a person gives, and far below a NOTIFY payload's 8,000 bytes."""
@@ -28,6 +32,9 @@ MAX_CREATED_BY = 256
 
 MAX_MAX_ATTEMPTS = 32_767
 """What a smallint holds."""
+
+MAX_ROWS = 1_000_000
+"""Of one list or one bulk change; a guess at what still fits into memory. Whoever wants more goes on from there."""
 
 MIN_RUN_AT = datetime(1970, 1, 1, tzinfo=UTC)
 MAX_RUN_AT = datetime(9999, 12, 31, tzinfo=UTC)
@@ -150,15 +157,112 @@ def check_created_by(value: str | UUID | int) -> str:
     """Who started an operation, as text.
 
     Raises:
-        EnqueueError: it is longer than 256 characters, or no text PostgreSQL could store.
+        EnqueueError: it is no id, longer than 256 characters, or no text PostgreSQL could store.
     """
-    text = str(value)
-    if len(text) > MAX_CREATED_BY or not text.isprintable():
+    text = id_text(value)
+    if text is None or len(text) > MAX_CREATED_BY or not text.isprintable():
         raise EnqueueError(
-            f"cannot use {shortened(text)} as created_by: it must be printable text of at most {MAX_CREATED_BY} "
+            f"cannot use {shortened(value)} as created_by: it must be printable text of at most {MAX_CREATED_BY} "
             "characters; pass the user's id"
         )
     return text
+
+
+def id_text(value: object) -> str | None:
+    """An id of the application's own, of a user or an organization, as text; ``None`` if ``value`` is none."""
+    if not isinstance(value, str | int | UUID) or isinstance(value, bool):
+        return None
+    try:
+        return str(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return None
+
+
+def check_id(value: UUID) -> UUID:
+    """``value`` if it is a UUID.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if not isinstance(value, UUID):
+        raise InvalidArgument(
+            f"cannot use {shortened(value)} as an id: it must be a UUID; pass one, as uuid.UUID() reads it from text"
+        )
+    return value
+
+
+def check_limit(limit: int) -> int:
+    """``limit`` if so many rows can be asked for.
+
+    Raises:
+        InvalidArgument: it is no integer from 1 to 1,000,000.
+    """
+    if type(limit) is not int or not 1 <= limit <= MAX_ROWS:
+        raise InvalidArgument(
+            f"cannot use {shortened(limit)} as a limit: it must be an integer from 1 to {MAX_ROWS:,}; "
+            "pass one, and go on from the last row for more"
+        )
+    return limit
+
+
+def check_before(moment: datetime) -> datetime:
+    """``moment`` if it is a point in time that every driver can send.
+
+    Raises:
+        InvalidArgument: it is naive, or its year in UTC is none from 1 to 9999.
+    """
+    if not isinstance(moment, datetime) or moment.utcoffset() is None:
+        raise InvalidArgument(
+            f"cannot use {shortened(moment)} as before: it must be a datetime with a time zone; "
+            "pass one, for example datetime.now(UTC)"
+        )
+    try:
+        moment.astimezone(UTC)
+    except OverflowError:
+        raise InvalidArgument(
+            f"cannot use {moment.isoformat()} as before: in UTC its year is none from 1 to 9999; pass a later or an "
+            "earlier one"
+        ) from None
+    return moment
+
+
+def check_name(name: str, what: str) -> str:
+    """``name`` if something could be called so. Nothing needs to be: what matches nothing is found nowhere.
+
+    Args:
+        what: whose name it is, for the message.
+
+    Raises:
+        InvalidArgument: it is no text PostgreSQL could compare, or longer than any name.
+    """
+    if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH or "\0" in name or not _is_unicode(name):
+        raise InvalidArgument(
+            f"cannot look for {what} {shortened(name)}: a name is text of at most {MAX_NAME_LENGTH} characters, "
+            "without NUL and lone surrogates; pass it as it is listed"
+        )
+    return name
+
+
+def check_status(status: Status, known: type[Status]) -> Status:
+    """``status`` as a member of ``known``, which it may also name as text.
+
+    Raises:
+        InvalidArgument: there is none of this name; a list would be empty, and look as if all were well.
+    """
+    try:
+        return known(status)
+    except ValueError:
+        raise InvalidArgument(
+            f"cannot look for status {shortened(status)}: there is none of this name; choose one of {', '.join(known)}"
+        ) from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 def shortened(value: object, limit: int = 80) -> str:

@@ -20,12 +20,22 @@ from uuid import UUID
 
 import asyncpg
 
-from recado.errors import IllegalTransition, OperationNotFound, TenantError
+from recado.errors import IllegalTransition, InvalidArgument, OperationNotFound, TenantError
 from recado.queue.connections import Connection, Pool
 from recado.queue.enqueue import insert_job
-from recado.queue.limits import check_idempotency_key, shortened
+from recado.queue.limits import (
+    check_before,
+    check_id,
+    check_idempotency_key,
+    check_limit,
+    check_name,
+    check_status,
+    id_text,
+    shortened,
+)
 from recado.queue.models import NewJob, read_json
 from recado.queue.statements import BOUNDED, fill, resolve_schema
+from recado.queue.transactions import atomic
 
 SYSTEM = "0"
 """The organization of recado itself, which sees all; nobody else's may have this id."""
@@ -54,6 +64,10 @@ FAILED = "The operation failed. Please try again."
 CANCELLED = "The operation was cancelled."
 
 INTERRUPTED = "The operation was interrupted before finishing. Please try again."
+
+LAST_NUMBER = 2_147_483_647
+"""What an integer column holds: a version, or a job's fence, that has come so far starts over at 1. No operation
+changes so often; but a row may be written by hand, and one that cannot move would keep all others from expiring."""
 
 OrganizationId: TypeAlias = str | int | UUID
 """Compared and stored as text."""
@@ -87,7 +101,7 @@ class OperationRow:
     error: str | None = field(repr=False)
     created_by: str | None
     version: int
-    """Moves with each change."""
+    """Moves with each change, and starts over at 1 behind the last that the column holds: see :func:`is_newer`."""
     created_at: datetime
     updated_at: datetime
 
@@ -129,18 +143,20 @@ RETURNING job_id, pg_notify('{schema}_operations', job_id::text)
 
 MARK_PROCESSING = """
 UPDATE {schema}.operations
-SET status = 'processing', fence = $2, version = version + 1, updated_at = now(),
+SET status = 'processing', fence = $2, version = version % 2147483647 + 1, updated_at = now(),
     progress = CASE WHEN fence = $2 THEN greatest(progress, $3) ELSE $3 END
-WHERE job_id = $1 AND status NOT IN ('done', 'error') AND fence <= $2
+WHERE job_id = $1 AND status NOT IN ('done', 'error')
+  AND (fence = 0 OR ($2::bigint - fence + 2147483647) % 2147483647 < 1073741824)
 RETURNING organization_id, created_by, pg_notify('{schema}_operations', job_id::text)
 """
 """The fence is the claim's, and moves with each attempt: from here on an earlier attempt changes nothing, and its
-progress, which only a new attempt may take back, starts over."""
+progress, which only a new attempt may take back, starts over. 0 is no attempt's; of two others the later is the one
+that is less than half of a round ahead, since a job's fence starts over at its end: see :func:`is_newer`."""
 
 PROGRESS = (
     """
 UPDATE {schema}.operations
-SET progress = greatest(progress, $3), version = version + 1, updated_at = now()
+SET progress = greatest(progress, $3), version = version % 2147483647 + 1, updated_at = now()
 WHERE job_id = $1 AND fence = $2 AND status NOT IN ('pending', 'done', 'error')
 """
     + _CHANGED
@@ -153,7 +169,7 @@ Here and in the moves below the states are told by what they are not, which no i
 MARK_DONE = (
     """
 UPDATE {schema}.operations o
-SET status = 'done', progress = 100, result = d.result::jsonb, version = version + 1, updated_at = now()
+SET status = 'done', progress = 100, result = d.result::jsonb, version = version % 2147483647 + 1, updated_at = now()
 FROM unnest((SELECT $1::uuid[]), (SELECT $2::integer[]), (SELECT $3::text[])) AS d (id, fence, result)
 WHERE o.job_id = d.id AND o.fence = d.fence AND o.status NOT IN ('pending', 'done', 'error')
 """
@@ -164,7 +180,7 @@ WHERE o.job_id = d.id AND o.fence = d.fence AND o.status NOT IN ('pending', 'don
 MARK_ERROR = (
     """
 UPDATE {schema}.operations o
-SET status = 'error', error = $2, version = version + 1, updated_at = now()
+SET status = 'error', error = $2, version = version % 2147483647 + 1, updated_at = now()
 WHERE job_id = ANY (ARRAY(SELECT unnest((SELECT $1::text[]::uuid[])))) AND status NOT IN ('done', 'error')
 """
     + _CHANGED
@@ -212,7 +228,7 @@ JOBS_THERE = "SELECT id FROM {schema}.jobs WHERE id = ANY (ARRAY(SELECT unnest((
 EXPIRE = (
     """
 UPDATE {schema}.operations
-SET status = 'error', error = $2, version = version + 1, updated_at = now()
+SET status = 'error', error = $2, version = version % 2147483647 + 1, updated_at = now()
 WHERE job_id = ANY ($1::uuid[]) AND status NOT IN ('done', 'error') AND updated_at < now() - $3::interval
 """
     + _CHANGED
@@ -247,14 +263,20 @@ def channel(schema: str | None) -> str:
     return f"{resolve_schema(schema)}_operations"
 
 
+def is_newer(version: int, known: int) -> bool:
+    """Whether ``version`` came after ``known``, though the numbers may have started over in between: the later of two
+    is the one that is less than half of a round ahead (RFC 1982, section 3.2)."""
+    return 0 < (version - known) % LAST_NUMBER <= LAST_NUMBER // 2
+
+
 def check_organization(organization_id: OrganizationId) -> str:
     """The organization's id as text.
 
     Raises:
         TenantError: it is empty or ``'0'``, which see nothing and everything; or no text PostgreSQL could store.
     """
-    text = str(organization_id) if isinstance(organization_id, str | int | UUID) else ""
-    if not text or isinstance(organization_id, bool):
+    text = id_text(organization_id)
+    if not text:
         raise TenantError(
             f"cannot ask for organization {shortened(organization_id)}: it must be an id that is not empty; "
             "pass the one of the user who asks"
@@ -315,7 +337,7 @@ async def _connection(where: Connection | Pool) -> AsyncIterator[Connection]:
 @asynccontextmanager
 async def _transaction(conn: Connection, setting: str, *args: str) -> AsyncIterator[None]:
     before = await conn.fetchval(CURRENT_TENANT) if conn.is_in_transaction() else None
-    async with conn.transaction():
+    async with atomic(conn):
         await conn.execute(setting, *args)
         yield
         if before is not None:
@@ -345,7 +367,7 @@ async def start(
     Raises:
         TenantError: no organization is named, or another than the transaction's.
     """
-    async with conn.transaction():  # a savepoint, or their own transaction: never one without the other
+    async with atomic(conn):  # never one without the other
         current = await conn.fetchval(CURRENT_TENANT)
         if organization_id is None and current in ("", SYSTEM):
             raise TenantError(
@@ -465,9 +487,10 @@ async def get_operation(conn: Connection, job_id: UUID, *, schema: str | None = 
     """The operation with this id.
 
     Raises:
+        InvalidArgument: ``job_id`` is no UUID.
         OperationNotFound: there is none, or it is another organization's: nobody is told which.
     """
-    row = await conn.fetchrow(fill(SELECT_OPERATION, schema), str(job_id))
+    row = await conn.fetchrow(fill(SELECT_OPERATION, schema), str(check_id(job_id)))
     if row is None:
         raise _not_found(job_id)
     return _operation(row)
@@ -487,18 +510,31 @@ async def list_operations(
 
     Args:
         before: the end of the page before this one.
+
+    Raises:
+        TenantError: ``organization_id`` is none that a tenant can have.
+        InvalidArgument: a filter, ``before`` or the limit is none that could be; raised before any SQL.
     """
-    created_at, job_id = before or (None, None)
+    created_at, job_id = (None, None) if before is None else _check_cursor(before)
     rows = await conn.fetch(
         fill(SELECT_OPERATIONS, schema),
         check_organization(organization_id),
-        kind,
-        status,
+        None if kind is None else check_name(kind, "kind"),
+        None if status is None else check_status(status, OperationStatus),
         created_at,
         None if job_id is None else str(job_id),
-        limit,
+        check_limit(limit),
     )
     return [_operation(row) for row in rows]
+
+
+def _check_cursor(before: Cursor) -> Cursor:
+    if not isinstance(before, tuple) or len(before) != len(Cursor._fields):
+        raise InvalidArgument(
+            f"cannot use {shortened(before)} as before: it is no Cursor; pass one, of the last operation's created_at "
+            "and job_id"
+        )
+    return Cursor(check_before(before[0]), check_id(before[1]))
 
 
 async def cancel_operation(conn: Connection, job_id: UUID, *, schema: str | None = None) -> OperationRow:
@@ -508,10 +544,12 @@ async def cancel_operation(conn: Connection, job_id: UUID, *, schema: str | None
         The operation as it is then.
 
     Raises:
+        InvalidArgument: ``job_id`` is no UUID.
         OperationNotFound: there is none that this tenant may see.
         IllegalTransition: it had ended already.
     """
-    async with conn.transaction():
+    check_id(job_id)
+    async with atomic(conn):
         await get_operation(conn, job_id, schema=schema)  # the jobs know no tenants
         # The job first, as everywhere; whoever is ending it at the moment is waited for, and has won.
         await conn.execute(fill(CANCEL_JOBS, schema), [str(job_id)])

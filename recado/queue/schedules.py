@@ -25,7 +25,7 @@ import asyncpg
 from recado import cron
 from recado.errors import InvalidSchedule, ScheduleNotFound
 from recado.queue.connections import Connection
-from recado.queue.limits import shortened
+from recado.queue.limits import check_name, shortened
 from recado.queue.locks import wait_for_lock
 from recado.queue.models import JobStatus
 from recado.queue.statements import BOUNDED, fill
@@ -279,8 +279,13 @@ async def set_tick(
 async def list_schedules(
     conn: Connection, *, application: str | None = None, schema: str | None = None
 ) -> list[ScheduleStatus]:
-    """All schedules, or those of one application; recado's own belong to ``''``."""
-    return [_status(row) for row in await conn.fetch(fill(SELECT_SCHEDULES, schema), application)]
+    """All schedules, or those of one application; recado's own belong to ``''``.
+
+    Raises:
+        InvalidArgument: ``application`` is no name that one could have.
+    """
+    wanted = None if application is None else check_name(application, "application")
+    return [_status(row) for row in await conn.fetch(fill(SELECT_SCHEDULES, schema), wanted)]
 
 
 def _status(row: asyncpg.Record) -> ScheduleStatus:
@@ -309,6 +314,7 @@ async def pause_schedule(conn: Connection, application: str, name: str, *, schem
     """Let a schedule enqueue nothing until it is resumed; it survives deploys and restarts.
 
     Raises:
+        InvalidArgument: ``application`` or ``name`` is no name that one could have.
         ScheduleNotFound: there is none of this name.
     """
     await _change(conn, PAUSE, "pause", application, name, schema)
@@ -319,13 +325,15 @@ async def resume_schedule(conn: Connection, application: str, name: str, *, sche
     within half a minute.
 
     Raises:
+        InvalidArgument: ``application`` or ``name`` is no name that one could have.
         ScheduleNotFound: there is none of this name.
     """
     await _change(conn, RESUME, "resume", application, name, schema)
 
 
 async def _change(conn: Connection, statement: str, verb: str, application: str, name: str, schema: str | None) -> None:
-    if await conn.execute(fill(statement, schema), application, name) == "UPDATE 0":
+    names = check_name(application, "application"), check_name(name, "schedule")
+    if await conn.execute(fill(statement, schema), *names) == "UPDATE 0":
         raise ScheduleNotFound(
             f"cannot {verb} schedule {shortened(name)}: application {shortened(application)} has none of this name; "
             "see what there is with list_schedules, or `recado schedules list`"

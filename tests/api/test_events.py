@@ -232,6 +232,25 @@ async def test_it_tells_each_change_and_ends_with_the_operation(api: Starlette, 
         assert await stream.event() is None
 
 
+async def test_changes_are_told_on_when_the_versions_start_over(
+    api: Starlette, conn: asyncpg.Connection, schema: str
+) -> None:
+    job_id = await start(conn, "acme")
+    await begin(conn, job_id)
+    async with system(conn):
+        await conn.execute(f"UPDATE {schema}.operations SET version = $1", operations.LAST_NUMBER)
+    async with opened(api, job_id, Last_Event_ID="7") as stream:
+        before = await stream.event()
+        await progress(conn, job_id, 40)
+        after = await stream.event()
+        await finish(conn, job_id)
+        assert state(await stream.event()) == ("done", 100)
+        assert await stream.event() is None
+    assert before is not None
+    assert after is not None
+    assert (before.id, after.id, state(after)) == (operations.LAST_NUMBER, 1, ("processing", 40))
+
+
 async def test_a_cancellation_over_http_is_told_too(api: Starlette, conn: asyncpg.Connection) -> None:
     job_id = await start(conn, "acme")
     async with opened(api, job_id) as stream:

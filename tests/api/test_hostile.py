@@ -11,6 +11,7 @@ import logging
 import random
 import re
 import socket
+from base64 import urlsafe_b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
@@ -234,6 +235,10 @@ async def test_head_is_get_without_a_body(send: Send) -> None:
         assert sorted(undated(head).head.split("\r\n")) == sorted(undated(whole).head.split("\r\n"))
 
 
+def cursor(text: str) -> bytes:
+    return b"cursor=" + urlsafe_b64encode(text.encode()).rstrip(b"=")
+
+
 QUERIES = [
     (b"limit=1&limit=0", 400),  # the last one counts, as everywhere in Starlette
     (b"limit=0&limit=1", 200),
@@ -249,6 +254,14 @@ QUERIES = [
     (b"cursor=" + b"A" * 40_000, 400),
     (b"cursor=" + b"=" * 4_001, 400),
     (b"cursor=%00", 400),
+    (b"limit=" + str(2**70).encode(), 400),
+    (b"limit=-1", 400),
+    (cursor(f"0001-01-01T00:00:00+00:00|{UUID(int=0)}"), 200),
+    (cursor(f"0001-01-01T00:00:00+14:00|{UUID(int=0)}"), 400),
+    (cursor(f"9999-12-31T23:59:59-12:00|{UUID(int=0)}"), 400),
+    (cursor(f"infinity|{UUID(int=0)}"), 400),
+    (cursor("2026-01-01T00:00:00+00:00|7"), 400),
+    (cursor("2026-01-01T00:00:00+00:00"), 400),
     (b"status=done%27%3B%20DROP%20TABLE%20jobs%3B--", 400),
     (b"&".join(b"p%d=1" % n for n in range(4_000)), 200),
     (b"?" * 40_000, 200),

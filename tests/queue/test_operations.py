@@ -20,6 +20,7 @@ from recado.queue.ids import new_id
 from recado.queue.operations import (
     CANCELLED,
     INTERRUPTED,
+    LAST_NUMBER,
     MAX_ERROR,
     Cursor,
     OperationRow,
@@ -27,6 +28,7 @@ from recado.queue.operations import (
     cancel_operation,
     expire,
     get_operation,
+    is_newer,
     list_operations,
     mark_done,
     mark_error,
@@ -299,6 +301,75 @@ async def test_each_change_is_told_once_at_its_commit(conn: asyncpg.Connection, 
     async with system(conn):
         assert not await to_error(conn, job_id)
     assert await ear.heard(conn) == []
+
+
+# --- numbers at their end ---
+
+
+async def set_numbers(conn: asyncpg.Connection, schema: str, job_id: UUID, **numbers: int) -> None:
+    async with system(conn):
+        for column, number in numbers.items():
+            await conn.execute(f"UPDATE {schema}.operations SET {column} = $2 WHERE job_id = $1", job_id, number)
+
+
+@pytest.mark.parametrize("version", [LAST_NUMBER, -(2**31)])
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+async def test_a_version_at_its_end_keeps_no_move_from_being_made(
+    conn: asyncpg.Connection, schema: str, move: Move, version: int
+) -> None:
+    job_id = await begun(conn)
+    await set_numbers(conn, schema, job_id, version=version)
+    async with system(conn):
+        assert await move(conn, job_id)
+    after = (await look(conn, job_id)).version
+    assert after == (1 if version == LAST_NUMBER else 0)
+    assert is_newer(after, version)
+
+
+async def test_an_operation_whose_version_is_at_its_end_keeps_none_from_expiring(
+    conn: asyncpg.Connection, schema: str
+) -> None:
+    odd, other = await begun(conn), await begun(conn)
+    for job_id in (odd, other):
+        await aged(conn, schema, job_id)
+    await set_numbers(conn, schema, odd, version=LAST_NUMBER)
+    async with system(conn):
+        assert set(await expire(conn, after=EXPIRY)) == {odd, other}
+
+
+def test_of_two_versions_the_later_one_is_newer_also_across_the_end() -> None:
+    later = [(2, 1), (LAST_NUMBER, LAST_NUMBER - 1), (1, LAST_NUMBER), (5, LAST_NUMBER - 5), (1, 0), (0, -(2**31))]
+    for version, known in later:
+        assert is_newer(version, known), (version, known)
+        assert not is_newer(known, version), (version, known)
+    assert not is_newer(7, 7)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"), [(1, 2), (LAST_NUMBER - 1, LAST_NUMBER), (LAST_NUMBER, 1), (LAST_NUMBER - 3, 2), (-2, -1)]
+)
+async def test_the_later_attempt_has_the_operation_also_when_the_jobs_fence_has_started_over(
+    conn: asyncpg.Connection, schema: str, earlier: int, later: int
+) -> None:
+    job_id = await begun(conn)
+    await set_numbers(conn, schema, job_id, fence=earlier)
+    async with system(conn):
+        await set_progress(conn, job_id, earlier, 40)
+        await mark_processing(conn, job_id, later)
+        with pytest.raises(IllegalTransition):
+            await mark_processing(conn, job_id, earlier)
+        with pytest.raises(IllegalTransition):
+            await set_progress(conn, job_id, earlier, 60)
+    assert (await look(conn, job_id)).progress == 0
+
+
+@pytest.mark.parametrize("fence", [1, 2**30, 2**30 + 1, LAST_NUMBER])
+async def test_an_operation_that_has_not_begun_is_any_attempts(conn: asyncpg.Connection, fence: int) -> None:
+    job_id = await started(conn)
+    async with system(conn):
+        await mark_processing(conn, job_id, fence)
+        await set_progress(conn, job_id, fence, 5)
+    assert (await look(conn, job_id)).status is PROCESSING
 
 
 # --- two moves at once ---

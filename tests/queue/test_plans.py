@@ -141,6 +141,9 @@ class Catching:
 
     fetchrow = fetchval = execute = fetch
 
+    def is_in_transaction(self) -> bool:
+        return False
+
     def transaction(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
