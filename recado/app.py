@@ -261,18 +261,12 @@ class Recado:
         self.schema = resolve_schema(schema)
         self._types: dict[str, JobType[Any]] = {}
         self._schedules: dict[str, Schedule] = {}
+        self.job_types: Mapping[str, JobType[Any]] = MappingProxyType(self._types)
+        """All that is registered, by name."""
+        self.schedules: Mapping[str, Schedule] = MappingProxyType(self._schedules)
+        """All cron entries, by name."""
         self._lifespan: Callable[[], AbstractAsyncContextManager[Any]] = lambda: nullcontext({})
         _add_built_ins(self)
-
-    @property
-    def job_types(self) -> Mapping[str, JobType[Any]]:
-        """All that is registered, by name."""
-        return MappingProxyType(self._types)
-
-    @property
-    def schedules(self) -> Mapping[str, Schedule]:
-        """All cron entries, by name."""
-        return MappingProxyType(self._schedules)
 
     def job(
         self,

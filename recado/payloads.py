@@ -82,11 +82,12 @@ def decode_payload(adapter: TypeAdapter[T], payload: str) -> T:
         InvalidPayload: it does not fit its type.
     """
     try:
-        return adapter.validate_json(payload)
+        value: T = adapter.validator.validate_json(payload)  # as its own validate_json does, in 0.3 µs more
     except pydantic.ValidationError as error:
         raise InvalidPayload(
             f"cannot read the payload: {summary(error)}; enqueue what the handler's annotation asks for"
         ) from None
+    return value
 
 
 def _dump(adapter: TypeAdapter[T], valid: T) -> bytes:

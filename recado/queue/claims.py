@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
+from functools import partial
+from operator import attrgetter
 from uuid import UUID
+
+import asyncpg
 
 from recado.queue.connections import Connection
 from recado.queue.models import ClaimedJob
@@ -138,14 +142,15 @@ async def claim(
         The jobs, most urgent first; within a priority in the order of ``run_at`` and ``id``.
     """
     rows = await conn.fetch(fill(CLAIM, schema), worker_id, queue, limit, *floors)
-    jobs = list(map(ClaimedJob._make, rows))
-    if len(jobs) > 1:
-        jobs.sort(key=_claim_order)
+    jobs = list(map(_claimed_job, rows))
+    jobs.sort(key=_claim_order)
     return jobs
 
 
-def _claim_order(job: ClaimedJob) -> tuple[int, datetime, UUID]:
-    return job.priority, job.run_at, job.id
+_claimed_job: Callable[[asyncpg.Record], ClaimedJob] = partial(tuple.__new__, ClaimedJob)
+"""As ``ClaimedJob._make``, which looks at the length first and takes twice as long."""
+
+_claim_order = attrgetter("priority", "run_at", "id")
 
 
 async def look(

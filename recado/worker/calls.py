@@ -73,13 +73,16 @@ async def call(
         named = {name: available[name] for name in handler.wants}
     if handler.timeout is not None:
         timeout = handler.timeout
+    function = partial(handler.function, *arguments, **named)
+    if not handler.is_async:
+        function = partial(_in_thread, function, in_thread)
     # Without a timeout nothing is paid for one: it costs more than all the rest of this function.
     if timeout is None:
-        return await _call(handler, partial(handler.function, *arguments, **named), in_thread)
+        return await function()
     limit = asyncio.timeout(timeout)
     try:
         async with limit:
-            return await _call(handler, partial(handler.function, *arguments, **named), in_thread)
+            return await function()
     except TimeoutError as error:
         if not limit.expired():
             raise  # the handler's own
@@ -89,9 +92,7 @@ async def call(
         ) from error
 
 
-async def _call(handler: JobHandler[Any, Any, Any], function: Callable[[], Any], in_thread: InThread) -> Any:
-    if handler.is_async:
-        return await function()
+async def _in_thread(function: Callable[[], Any], in_thread: InThread) -> Any:
     value = await in_thread(function)
     if inspect.iscoroutine(value):
         value.close()

@@ -195,7 +195,7 @@ class Finisher:
     async def _complete(self, entries: Sequence[tuple[ClaimedJob, Completion]]) -> None:
         schema = self._app.schema
         async with self._link.connection() as conn:
-            if any(is_operation(job.job_type) for job, _ in entries):
+            if any(map(is_operation, {job.job_type for job, _ in entries})):
                 # The result stands with the operation, where its client may read it.
                 ends = [e._replace(result=None) if is_operation(job.job_type) else e for job, e in entries]
                 async with system(conn):
@@ -230,7 +230,7 @@ class Finisher:
         self, kind: EventKind, entries: Sequence[tuple[ClaimedJob, Any]], done: set[UUID], *, lost: bool = True
     ) -> None:
         if done:
-            self._observe(Event(kind, jobs=tuple(job.id for job, _ in entries if job.id in done)))
+            self._observe(Event(kind, jobs=tuple([job.id for job, _ in entries if job.id in done])))
         if lost:
             self._report_lost(entries, done)
 
