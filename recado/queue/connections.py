@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -31,6 +33,23 @@ CONNECT_TIMEOUT = 10.0
 
 STATEMENT_TIMEOUT = 30.0
 """Seconds after which a statement's connection is taken for half-open; recado's own take milliseconds."""
+
+ANSWER_TIMEOUT = 5.0
+"""Seconds that a connection gets to answer once another one of the same worker has fallen silent, as long as a probe of
+the listener's."""
+
+KEEPALIVE: Mapping[str, int] = MappingProxyType(
+    {
+        "TCP_KEEPIDLE": 10,  # seconds of silence before the first probe: the listener's interval
+        "TCP_KEEPALIVE": 10,  # the same on macOS
+        "TCP_KEEPINTVL": 5,  # seconds between two probes: as long as the listener waits for an answer
+        "TCP_KEEPCNT": 4,  # probes without an answer: 10 + 4 * 5 s make a STATEMENT_TIMEOUT
+        "TCP_USER_TIMEOUT": 30_000,  # milliseconds for what was sent to be acknowledged: as many; Linux only
+    }
+)
+"""Options of a socket by their names, of which each platform has its own; libpq's ``keepalives_idle``,
+``keepalives_interval``, ``keepalives_count`` and ``tcp_user_timeout``. The peer's kernel answers, so neither a lock nor
+a server under load brings a connection down, and a statement may take days: only a network that is gone does."""
 
 TRANSIENT = (
     asyncpg.PostgresConnectionError,  # 08: the connection broke
@@ -58,14 +77,25 @@ NEXT_HOST = (
 
 
 async def connect(*args: Any, **kwargs: Any) -> asyncpg.Connection[asyncpg.Record]:
-    """``asyncpg.connect``, host by host: of several in the URL, each gets its share of the timeout.
+    """``asyncpg.connect``, host by host, and with TCP's keep-alive.
 
-    asyncpg's timeout is for the whole list. A first host that is silent, as after the loss of a machine, would use it
-    up each time; and one that is only starting up would end the search.
+    Of several hosts in the URL, each gets its share of the timeout. asyncpg's is for the whole list: a first host that
+    is silent, as after the loss of a machine, would use it up each time; and one that is only starting up would end the
+    search. :data:`KEEPALIVE` ends a connection whose network is gone, where asyncpg would wait for ever.
+
+    A service's own pool has it from here, too::
+
+        pool = await asyncpg.create_pool(dsn, connect=connect)
 
     Raises:
         OSError, TimeoutError, asyncpg.PostgresError: as ``asyncpg.connect`` does; of several hosts, the last one's.
     """
+    conn = await _connect_to_one(*args, **kwargs)
+    _keep_alive(conn)
+    return conn
+
+
+async def _connect_to_one(*args: Any, **kwargs: Any) -> asyncpg.Connection[asyncpg.Record]:
     hosts = _hosts(args[0]) if args and args[0] and not kwargs.get("host") else []
     if len(hosts) < 2:
         return await asyncpg.connect(*args, **kwargs)
@@ -76,6 +106,17 @@ async def connect(*args: Any, **kwargs: Any) -> asyncpg.Connection[asyncpg.Recor
             return await asyncpg.connect(*args, **{**kwargs, "host": host, "port": port, "timeout": share})
     host, port = hosts[-1]
     return await asyncpg.connect(*args, **{**kwargs, "host": host, "port": port, "timeout": share})
+
+
+def _keep_alive(conn: Any) -> None:
+    # asyncpg has no public way to its socket, nor an option for this one; event loops have one to a transport's.
+    sock = conn._transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return  # closed already, or within the machine
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 _HOST = re.compile(r"(?P<name>/.*|[^:\[\]]*|\[(?P<address>.*)\])(?::(?P<port>\d+))?")
@@ -191,18 +232,45 @@ async def asyncpg_connection(connection: Any) -> Connection:
     return driver
 
 
+PROBE = "SELECT 1"
+"""Any statement will do that waits for nothing; sent without preparing it, for the sake of poolers."""
+
+
+async def answers(conn: Connection) -> bool:
+    """Whether the server answers within :data:`ANSWER_TIMEOUT`; a connection on which it does not is closed."""
+    try:
+        await conn.execute(PROBE, timeout=ANSWER_TIMEOUT)
+    except (*TRANSIENT, asyncio.CancelledError) as error:  # cancelled: its answer is still to come
+        with suppress(asyncpg.InterfaceError):  # the pool took it back when it broke
+            conn.terminate()
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        return False
+    return True
+
+
+def _fell_silent(error: BaseException) -> bool:
+    """Whether nothing came in time, or nothing was acknowledged: the kernel's words for that are the driver's cause."""
+    return isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+
+
 class Link:
     """One role's own connection: opened when it is first needed, and again after it was lost.
 
     Claims, finishing, leases and upkeep each have one, so that handlers which hold every connection of the pool
     cannot keep a job from being claimed or finished.
+
+    Args:
+        on_silence: called when the connection was given up because nothing came on it any more.
     """
 
-    def __init__(self, connector: Connector, role: str) -> None:
+    def __init__(self, connector: Connector, role: str, on_silence: Callable[[], None] = lambda: None) -> None:
         self._connector = connector
         self._role = role
+        self._on_silence = on_silence
         self._conn: asyncpg.Connection[asyncpg.Record] | None = None
         self._lock = asyncio.Lock()
+        self._ultimatum: asyncio.TimerHandle | None = None
         self.connects = 0
         """How often it was opened; a change says that the answer to an earlier statement may have been lost."""
 
@@ -211,15 +279,35 @@ class Link:
         """The connection, to its user alone. An error that is :data:`TRANSIENT` drops it on the way out."""
         async with self._lock:
             if self._conn is None or self._conn.is_closed():
+                self._drop()
                 self._conn = await self._connect()
                 self.connects += 1
             try:
                 yield self._conn
-            except (*TRANSIENT, asyncio.CancelledError):
+            except (*TRANSIENT, asyncio.CancelledError) as error:
                 # Cancelled in the middle of a statement: asyncpg would first have to cancel it on the
                 # server, and a half-open socket never answers. A new connection is the certain way.
                 self._drop()
+                if _fell_silent(error):
+                    self._on_silence()
                 raise
+            finally:
+                if self._ultimatum is not None:
+                    self._ultimatum.cancel()
+                    self._ultimatum = None
+
+    def doubt(self) -> None:
+        """Another connection has fallen silent, and this one may have met the same fate.
+
+        Where each found out by itself, one would after the other: an idle one begins to wait for its timeout only
+        when it is used. So that is dropped at once. What is in use has a moment to come to its end.
+        """
+        if self._conn is None:
+            return
+        if not self._lock.locked():
+            self._drop()
+        elif self._ultimatum is None:
+            self._ultimatum = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, self._drop)
 
     async def _connect(self) -> asyncpg.Connection[asyncpg.Record]:
         try:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import deque
 
-from recado.queue.connections import Pool, PoolConnection
+from recado.queue.connections import Pool, PoolConnection, answers
 
 MAX_HOLD = 0.05
 """Seconds for which a connection is handed on before the pool gets it back: some twenty short jobs share a reset, and
@@ -30,6 +30,13 @@ class Handover:
         self._out = 0
         self._since: dict[PoolConnection, float] = {}
         self._waiting: deque[asyncio.Future[PoolConnection | None]] = deque()
+        self._answering: set[int] | None = None
+        """The backends that have answered since the last doubt; ``None`` as long as there was none."""
+
+    def doubt(self) -> None:
+        """Another connection of this worker has fallen silent: see first whether those still answer that the pool has
+        kept. (A statement on one that does not would hold its job and its slot for all of its timeout.)"""
+        self._answering = set()
 
     async def acquire(self) -> PoolConnection:
         """A connection outside any transaction.
@@ -43,7 +50,7 @@ class Handover:
                 return handed
         self._out += 1
         try:
-            conn = await self._pool.acquire()
+            conn = await self._acquire()
         except BaseException:
             self._out -= 1
             self._let_one_acquire()
@@ -69,6 +76,18 @@ class Handover:
             await self._pool.release(conn, timeout=RELEASE_TIMEOUT)
         finally:
             self._let_one_acquire()
+
+    async def _acquire(self) -> PoolConnection:
+        while True:
+            conn = await self._pool.acquire()
+            if self._answering is None:
+                return conn
+            pid = conn.get_server_pid()
+            if pid in self._answering:
+                return conn
+            if await answers(conn):
+                self._answering.add(pid)
+                return conn
 
     async def _next(self) -> PoolConnection | None:
         """Wait for a connection, or for leave to acquire one (``None``)."""

@@ -176,13 +176,19 @@ class Worker:
         """
         listens_at = await self._fit_to_poolers()
         async with AsyncExitStack() as stack:
+
+            def doubt() -> None:
+                """What has silenced one connection may have silenced all."""
+                for link in links.values():
+                    link.doubt()
+                runner.doubt()
+
             links = {
-                role: Link(self._connector, role) for role in ("claims", "sweeps", "finisher", "operations", "upkeep")
+                role: Link(self._connector, role, doubt)
+                for role in ("claims", "sweeps", "finisher", "operations", "upkeep")
             }
             for link in links.values():
                 stack.push_async_callback(link.close)
-            async with links["claims"].connection() as conn:
-                await check_schema(conn, schema=self.app.schema)
             pool = self._pool
             if pool is None:
                 pool = self._make_pool()
@@ -198,6 +204,8 @@ class Worker:
                 timeout=self._timeout,
                 observe=self._observe,
             )
+            async with links["claims"].connection() as conn:
+                await check_schema(conn, schema=self.app.schema)
             runner.state = await stack.enter_async_context(self.app.run_lifespan())
             await self._serve(links, finisher, runner, listens_at)
             return runner.close()
