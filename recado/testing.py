@@ -56,6 +56,7 @@ from recado.queue.connections import Connection
 from recado.queue.finishes import Completion, Release, complete_one, fail, release
 from recado.queue.models import ClaimedJob, Job, JobStatus
 from recado.queue.operations import FAILED, OperationStatus
+from recado.queue.transactions import atomic
 from recado.worker.alerts import raise_alerts
 from recado.worker.calls import call, failure_of, handler_of, result_of, snooze_of
 from recado.worker.operations import begin, end_dead
@@ -211,7 +212,7 @@ async def _run_one(
             drained.completed += status is OperationStatus.DONE
             drained.dead += status is OperationStatus.ERROR
             return
-        async with conn.transaction():
+        async with atomic(conn):
             value = await call(handler, job, conn=conn, state=state, timeout=None, in_thread=asyncio.to_thread)
             await complete_one(conn, worker_id, Completion(job.id, job.fence, result_of(job, value)), schema=app.schema)
         drained.completed += 1
@@ -222,7 +223,7 @@ async def _run_one(
             drained.snoozed += 1
             return
         failure = failure_of(app, job, error, time.monotonic() - began)
-        async with conn.transaction():
+        async with atomic(conn):
             ended = await fail(conn, worker_id, [failure], schema=app.schema)
             dead = [(f, failure.error_class) for f in ended if f.status is JobStatus.DEAD]
             await raise_alerts(conn, app, dead)

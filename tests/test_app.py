@@ -504,6 +504,13 @@ def test_a_schemas_name_that_is_no_plain_identifier_is_refused(name: str) -> Non
         Recado(schema=name)
 
 
+@pytest.mark.parametrize("name", [1, b"recado", "x" * 1_000_000])
+def test_a_schema_that_is_no_name_at_all_is_one_short_sentence(name: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Recado(schema=name)
+    assert len(str(caught.value)) < 300
+
+
 def test_the_schemas_name_comes_from_the_application_or_the_environment(
     monkeypatch: pytest.MonkeyPatch, schema: str
 ) -> None:

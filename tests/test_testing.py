@@ -67,22 +67,27 @@ async def test_drain_tells_how_attempts_ended(app: Recado, recado_db: asyncpg.Co
         await assert_enqueued(recado_db, JOB_DIED)  # it was the one that completed
 
 
-async def test_drain_works_inside_the_tests_own_transaction(app: Recado, recado_db: asyncpg.Connection) -> None:
+@pytest.mark.parametrize("begin", ["the driver's", "by hand"])
+async def test_drain_works_inside_the_tests_own_transaction(
+    app: Recado, recado_db: asyncpg.Connection, begin: str
+) -> None:
     @app.job("a.writes")
     async def writes(payload: bool, conn: asyncpg.Connection) -> None:
         await conn.execute("CREATE TABLE public.written ()" if payload else "CREATE TABLE public.undone ()")
         if not payload:
             raise ValueError
 
-    transaction = recado_db.transaction()
-    await transaction.start()
+    if begin == "by hand":
+        await recado_db.execute("BEGIN")
+    else:
+        await recado_db.transaction().start()
     good, bad = await app.enqueue_many(recado_db, [writes.new(True), writes.new(False)])
     assert await drain(app, recado_db) == Drained(completed=1, failed=1)
     assert (await get_job(recado_db, good)).status is JobStatus.COMPLETED
     assert (await get_job(recado_db, bad)).attempts == 1
     assert await recado_db.fetchval("SELECT to_regclass('public.written') IS NOT NULL")
     assert await recado_db.fetchval("SELECT to_regclass('public.undone') IS NULL")
-    await transaction.rollback()
+    await recado_db.execute("ROLLBACK")
 
 
 async def test_assert_enqueued_finds_a_job_by_part_of_its_payload(app: Recado, recado_db: asyncpg.Connection) -> None:

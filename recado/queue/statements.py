@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 
 from recado.errors import ConfigurationError
+from recado.queue.limits import shortened
 from recado.settings import settings
 
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,47}")
@@ -27,9 +28,9 @@ def resolve_schema(schema: str | None) -> str:
 
 @lru_cache(maxsize=64)
 def _checked(schema: str) -> str:
-    if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
+    if not isinstance(schema, str) or not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
         raise ConfigurationError(
-            f"cannot use {schema!r} as the schema's name: it must be a lower-case identifier of at most 48 "
+            f"cannot use {shortened(schema)} as the schema's name: it must be a lower-case identifier of at most 48 "
             "characters that does not begin with pg_; choose another, or unset RECADO_SCHEMA"
         )
     return schema

@@ -27,13 +27,14 @@ SELECT date_trunc('minute', now()), queue, job_type, completed, failed, dead, ru
 FROM unnest($1::text[], $2::text[], $3::bigint[], $4::bigint[], $5::bigint[], $6::float8[], $7::float8[])
     AS t (queue, job_type, completed, failed, dead, run_seconds, wait_seconds)
 ON CONFLICT (minute, queue, job_type) DO UPDATE SET
-    completed = s.completed + excluded.completed,
-    failed = s.failed + excluded.failed,
-    dead = s.dead + excluded.dead,
-    run_seconds = s.run_seconds + excluded.run_seconds,
-    wait_seconds = s.wait_seconds + excluded.wait_seconds
+    completed = least(s.completed, 4611686018427387904) + excluded.completed,
+    failed = least(s.failed, 4611686018427387904) + excluded.failed,
+    dead = least(s.dead, 4611686018427387904) + excluded.dead,
+    run_seconds = least(s.run_seconds, 1e300) + excluded.run_seconds,
+    wait_seconds = least(s.wait_seconds, 1e300) + excluded.wait_seconds
 """
-"""Into the minute of the server's clock. Sorted by the caller, so that two workers lock in the same order."""
+"""Into the minute of the server's clock. Sorted by the caller, so that two workers lock in the same order. ``least``: a
+bucket that somebody made by hand must not overflow, and with it break all that a worker writes down."""
 
 
 async def add(conn: Connection, tallies: Mapping[tuple[str, str], Tally], *, schema: str | None = None) -> None:

@@ -317,7 +317,7 @@ class Runner:
     async def _work(self, slots: _Queue) -> None:
         """Run the next attempt; and the one after it, as long as each leaves this task as it found it."""
         slots.beginning -= 1
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         while slots.waiting and slots.running < slots.slots:
             attempt = slots.waiting.popleft()
             attempt.task = task

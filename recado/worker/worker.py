@@ -55,6 +55,9 @@ MAX_HANDLER_CONNECTIONS = 10
 MAX_POLL_INTERVAL = 2.5
 """Seconds: enqueue notifies of jobs that are due within 3 s, and leaves later ones to the next look."""
 
+MAX_SPAN = 366 * 86_400.0
+"""Seconds of a lease, and of a silence: a year, which nobody waits for, and far from where an interval overflows."""
+
 FLUSH_TIMEOUT = 10.0
 """Seconds at a stop for writing down what has ended; beyond it the jobs are left to the reclaim."""
 
@@ -417,6 +420,11 @@ def _check(queues: Mapping[str, int], *, lease: float, heartbeat: float, silence
             )
     if lease <= 0 or heartbeat <= 0:
         raise ConfigurationError("cannot start a worker: lease and heartbeat must be positive numbers of seconds")
+    if max(lease, silence) > MAX_SPAN:
+        raise ConfigurationError(
+            f"cannot start a worker: lease and silence must be at most {MAX_SPAN:,.0f}, a year, so that a job is ever "
+            "taken over; choose a shorter time"
+        )
     if silence < 3 * heartbeat:
         raise ConfigurationError(
             f"cannot start a worker: {silence:g} s of silence with a heartbeat every {heartbeat:g} s would take "

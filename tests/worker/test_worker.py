@@ -270,6 +270,8 @@ async def test_a_worker_refuses_a_schema_that_is_not_its_own(
         ({"queues": {"mail": 0}}, "'mail' has 0 slots"),
         ({"queues": {"No Good": 1}}, "'No Good' as a queue"),
         ({"lease": 0}, "must be positive"),
+        ({"lease": 1e12}, "at most 31,622,400, a year"),
+        ({"silence": 1e12}, "at most 31,622,400, a year"),
         ({"heartbeat": 30.0}, "at least three heartbeats"),
         ({"poll_interval": 60.0}, "every 60 s"),
     ],
@@ -318,3 +320,25 @@ async def test_urgent_jobs_come_first_and_equals_in_the_order_they_came(
     async with working(app, dsn, queues={"default": 1}) as (_, seen):
         await seen.until(lambda: len(seen.jobs(EventKind.COMPLETED)) == 80)
     assert order == sorted(order)
+
+
+async def test_a_bucket_made_by_hand_at_its_types_end_does_not_keep_a_worker_from_writing_down_what_it_did(
+    app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    @app.job("a.short")
+    async def short(payload: None) -> None:
+        """Nothing to do."""
+
+    for minutes in 0, 1:  # the next one, too, should that begin meanwhile
+        await conn.execute(
+            f"INSERT INTO {schema}.job_stats (minute, queue, job_type, completed, run_seconds, wait_seconds) VALUES "
+            "(date_trunc('minute', now()) + make_interval(mins => $1), 'default', 'a.short', 9223372036854775807, "
+            "1.7e308, 1.7e308)",
+            minutes,
+        )
+    async with working(app, dsn) as (_, seen):
+        job_id = await short.enqueue(conn, None)
+        await seen.seen(EventKind.COMPLETED, job_id)
+    assert await conn.fetchval(
+        f"SELECT min(completed) FROM {schema}.job_stats WHERE completed < 9223372036854775807"
+    ) == (2**62 + 1)
