@@ -17,7 +17,7 @@ from recado.queue.admin import (
     resume,
     server_time,
 )
-from recado.queue.connections import asyncpg_connection
+from recado.queue.connections import asyncpg_connection, connect
 from recado.queue.models import Job, JobError, JobStatus, NewJob
 from recado.queue.operations import (
     OperationRow,
@@ -42,6 +42,7 @@ __all__ = [
     "asyncpg_connection",
     "cancel",
     "cancel_operation",
+    "connect",
     "dead_by_error",
     "get_job",
     "get_operation",

@@ -85,7 +85,7 @@ async def connect(*args: Any, **kwargs: Any) -> asyncpg.Connection[asyncpg.Recor
 
     A service's own pool has it from here, too::
 
-        pool = await asyncpg.create_pool(dsn, connect=connect)
+        pool = await asyncpg.create_pool(dsn, connect=recado.queue.connect)
 
     Raises:
         OSError, TimeoutError, asyncpg.PostgresError: as ``asyncpg.connect`` does; of several hosts, the last one's.

@@ -38,8 +38,10 @@ ON CONFLICT (id) DO UPDATE SET heartbeat_at = now(), running = excluded.running
 with its next beat. The beat leaves ``hungry_queues`` to :data:`SET_HUNGRY`, which another connection writes."""
 
 SET_HUNGRY = """
-UPDATE {schema}.workers SET hungry_queues = $2 WHERE id = $1
+UPDATE {schema}.workers SET hungry_queues = $2, heartbeat_at = now() WHERE id = $1
 """
+"""A sign of life, too: after an outage longer than its silence a worker may claim again some seconds before its next
+beat, and what it claims would at once be taken for a dead worker's."""
 
 REMOVE = "DELETE FROM {schema}.workers WHERE id = $1"
 

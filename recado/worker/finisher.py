@@ -147,7 +147,8 @@ class Finisher:
 
     async def _wait(self) -> None:
         """Sleep until something ended, or the statistics are due."""
-        if not self._wakeup.is_set():
+        # What gathered while a batch had to be written again has woken us for that one already.
+        if not self._wakeup.is_set() and not self._gathering:
             due = self._stats_due if self._tallies else None
             try:
                 async with asyncio.timeout_at(due):

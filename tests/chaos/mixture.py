@@ -25,7 +25,7 @@ if "STATEMENT_TIMEOUT" in os.environ:
     # In the short form of a program nobody waits for 30 s.
     for module in (connections, runner):
         vars(module)["STATEMENT_TIMEOUT"] = float(os.environ["STATEMENT_TIMEOUT"])
-    connections.CONNECT_TIMEOUT = connections.STATEMENT_TIMEOUT
+    connections.CONNECT_TIMEOUT = connections.ANSWER_TIMEOUT = connections.STATEMENT_TIMEOUT
 
 STEP = 0.01
 """Seconds of work; a job takes none to three of them, so that some are prefetched and some are not."""

@@ -179,6 +179,30 @@ async def test_a_job_is_an_orphan_when_its_own_workers_lease_is_over_or_its_hear
     assert (await job_of(conn, jobs[1])).status is JobStatus.RUNNING
 
 
+async def test_what_is_claimed_behind_an_outage_before_the_next_beat_is_not_taken_for_a_dead_workers(
+    app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
+) -> None:
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    @app.job("a.long")
+    async def long(payload: None) -> None:
+        running.set()
+        await go_on.wait()
+
+    async with working(app, dsn, heartbeat=NEVER, silence=3 * NEVER) as (_, seen):
+        await seen.idle()
+        await conn.execute(f"UPDATE {schema}.workers SET heartbeat_at = now() - 2 * silence")
+        await conn.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE application_name = 'recado claims' AND datname = current_database()"
+        )
+        job_id = await long.enqueue(conn, None)
+        await running.wait()
+        assert await reclaim(conn) == []
+        go_on.set()
+        await seen.seen(EventKind.COMPLETED, job_id)
+
+
 async def test_a_job_that_took_five_workers_down_is_dead_and_raises_its_alert(
     app: Recado, dsn: str, conn: asyncpg.Connection, schema: str
 ) -> None:

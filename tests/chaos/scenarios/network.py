@@ -36,10 +36,14 @@ class Size:
     """Seconds of each fault."""
     statement_timeout: float | None
     """Seconds until workers take a silent connection for dead, where it is not to be recado's own 30."""
+    recovery: float
+    """Seconds from the return of the network until a job that comes in then is done. Where the faults outlast a
+    statement's timeout and the moment that other connections get after it, what is left are a try to connect that
+    began before, the wait until the next, and the backlog; else that timeout comes first."""
 
 
-SHORT = Size(jobs=90, lasting=1.0, statement_timeout=1.5)
-FULL = Size(jobs=10_000, lasting=40.0, statement_timeout=None)
+SHORT = Size(jobs=90, lasting=1.0, statement_timeout=1.5, recovery=8.0)
+FULL = Size(jobs=10_000, lasting=40.0, statement_timeout=None, recovery=16.0)
 
 Fault: TypeAlias = Callable[[Proxy], None]
 
@@ -89,7 +93,7 @@ async def spoil_network(dsn: str, schema: str, folder: Path, faults: tuple[Fault
                 await stand.healed()
             stand.calm.set()
         outcome = await stand.close(connections_broke=True)
-    return outcome.with_faults(spins)
+    return outcome.with_faults([*spins, *_late(outcome, faults, size)])
 
 
 async def _spinning(stand: Stage, seconds: float, *, idle: bool) -> list[str]:
@@ -100,4 +104,11 @@ async def _spinning(stand: Stage, seconds: float, *, idle: bool) -> list[str]:
     busy, logged = (stand.cpu_seconds() - cpu) / rounds, (stand.lines_logged() - lines) / rounds
     if idle and (busy > MAX_BUSY or logged > MAX_LINES):
         return [f"workers without a server use {busy:.0%} of a core each and log {logged:.0f} lines a second"]
+    return []
+
+
+def _late(outcome: Outcome, faults: tuple[Fault, ...], size: Size) -> list[str]:
+    """Whether work went on soon behind each fault; a slow network is slow while it lasts."""
+    if set(faults) <= set(ABSENCE) and (outcome.recovered is None or outcome.recovered > size.recovery):
+        return [f"work went on {outcome.recovered} s after the network was back"]
     return []
