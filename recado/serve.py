@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -268,7 +269,13 @@ def make_server(app: ASGIApp, hub: Hub | None = None) -> Server:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` on the fastest event loop there is."""
+    """Run ``main`` on the fastest event loop there is, for as long as the process lives.
+
+    What has been imported by now lives as long, so the garbage collector need not look through it ever again: with jobs
+    that sleep for a millisecond, 256 at once, the more so the larger the application is.
+    """
+    gc.collect()
+    gc.freeze()
     try:
         import uvloop
     except ImportError:  # Windows

@@ -17,7 +17,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import asyncpg
@@ -295,9 +295,7 @@ class Runner:
         for _ in range(min(wanted, 1 if slots.streaming else wanted) - slots.beginning):
             slots.beginning += 1
             # In a context of its own: what one handler sets, the next does not see.
-            task = self._loop.create_task(self._work(slots), name="recado job", context=self._context.copy())
-            self._tasks.add(task)
-            task.add_done_callback(self._done, context=self._context)
+            self._tasks.add(self._loop.create_task(self._work(slots), name="recado job", context=self._context.copy()))
         if slots.waiting and slots.impatient is None and not self._stopping:
             slots.impatient = self._loop.call_later(MAX_WAITING, self._give_back_stale, slots, context=self._context)
 
@@ -317,27 +315,31 @@ class Runner:
     async def _work(self, slots: _Queue) -> None:
         """Run the next attempt; and the one after it, as long as each leaves this task as it found it."""
         slots.beginning -= 1
-        task = asyncio.current_task(self._loop)
-        while slots.waiting and slots.running < slots.slots:
-            attempt = slots.waiting.popleft()
-            attempt.task = task
-            turn, ends = self._begin(slots, attempt)
-            try:
-                await self._run(attempt)
-            except GeneratorExit:
-                # What a handler waited for raised it, and Python closes all that wait on each other for that. The
-                # attempt is settled; unless it is the loop that is gone.
-                if not self._loop.is_running():
-                    raise
-                break
-            except Exception:
-                logger.critical("job %s ended in a way it should not have", attempt.job.id, exc_info=True)
-            finally:
-                self._end_of(slots, attempt)
-            slots.streaming = self._turn == turn and self._is_fresh(task)
-            if not slots.streaming or time.monotonic() >= ends:
-                break
-        self._go_on(slots)
+        task = cast("asyncio.Task[None]", asyncio.current_task(self._loop))
+        try:
+            while slots.waiting and slots.running < slots.slots:
+                attempt = slots.waiting.popleft()
+                attempt.task = task
+                turn, ends = self._begin(slots, attempt)
+                try:
+                    await self._run(attempt)
+                except GeneratorExit:
+                    # What a handler waited for raised it, and Python closes all that wait on each other for that. The
+                    # attempt is settled; unless it is the loop that is gone.
+                    if not self._loop.is_running():
+                        raise
+                    break
+                except Exception:
+                    logger.critical("job %s ended in a way it should not have", attempt.job.id, exc_info=True)
+                finally:
+                    self._end_of(slots, attempt)
+                slots.streaming = self._turn == turn and self._is_fresh(task)
+                if not slots.streaming or time.monotonic() >= ends:
+                    break
+            self._go_on(slots)
+        finally:
+            self._tasks.discard(task)  # here, and not in a callback, which would take a turn of the loop for each job
+            self._look_idle()
 
     def _begin(self, slots: _Queue, attempt: Attempt) -> tuple[int, float]:
         """Give an attempt its slot.
@@ -361,10 +363,10 @@ class Runner:
                 slots.streaming = False  # the task that was to do for all has been left waiting by its attempt
                 self._go_on(slots)
 
-    def _is_fresh(self, task: asyncio.Task[None] | None) -> bool:
+    def _is_fresh(self, task: asyncio.Task[None]) -> bool:
         """Whether the task that runs is as good as a new one: nobody cancels it, and its context is what it was."""
         try:
-            return task is not None and not task.cancelling() and contextvars.copy_context() == self._context
+            return not task.cancelling() and contextvars.copy_context() == self._context
         except Exception:  # a value that the handler has set cannot be compared
             return False
 
@@ -385,10 +387,6 @@ class Runner:
     def _end_of_thread(self, slots: _Queue, _: asyncio.Future[Any]) -> None:
         slots.running -= 1
         self._go_on(slots)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._look_idle()
 
     def _forget(self, attempt: Attempt) -> None:
         if self._attempts.get(attempt.job.id) is attempt:
