@@ -370,6 +370,7 @@ async def test_a_trail_that_is_dear_is_rationed_like_a_sweep(
         conn: Connection, worker_id: UUID, queue: str, limit: int, floors: Sequence[datetime | None], **options: Any
     ) -> list[ClaimedJob]:
         claimed_from.append(floors[line.job.priority])
+        await asyncio.sleep(2 * PATIENCE / NEVER)  # so dear that the test is over before the next may be
         return await claim(conn, worker_id, queue, limit, floors, **options)
 
     monkeypatch.setattr(claims, "claim", noting)
