@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 
-from recado import cli
 from recado.queue.grants import Role, grants
 from recado.settings import settings
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
+from tests.commands import Result, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +22,7 @@ def no_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> Result:
-    monkeypatch.setattr(sys, "argv", ["recado", "grants", *args])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as exit_:
-        code = int(exit_.code or 0)
-    return Result(code, *capsys.readouterr())
+    return run_command(monkeypatch, capsys, "grants", *args)
 
 
 @pytest.mark.parametrize("role", Role)

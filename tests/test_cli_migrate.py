@@ -9,10 +9,8 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import asyncpg
 import pytest
@@ -20,11 +18,11 @@ import pytest_asyncio
 
 import recado
 import recado.testing
-from recado import cli
 from recado.queue import migrate
 from recado.queue.locks import lock_key
 from recado.settings import Settings, Token, settings
 from tests import catalog
+from tests.commands import Call, Result, run_command
 
 SHIPPED = [str(migration) for migration in migrate.shipped()]
 
@@ -33,12 +31,6 @@ END_WHO_WAITS = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND wait_event_type = 'Lock' AND wait_event = 'advisory'
 """
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 async def run(*args: str, stdin: str = "", **environment: str) -> Result:
@@ -60,22 +52,16 @@ async def run(*args: str, stdin: str = "", **environment: str) -> Result:
     return Result(process.returncode, out.decode(), err.decode())
 
 
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
-    """As :func:`run`, and faster: in this process, on a thread that has no event loop yet."""
+    """As :func:`run`, and faster: in this process."""
 
     def call(*args: str, **environment: str) -> Result:
         monkeypatch.delenv("RECADO_SCHEMA", raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", ["recado", *args])
         settings.cache_clear()
-        with ThreadPoolExecutor(1) as thread, pytest.raises(SystemExit) as exit_:
-            thread.submit(cli.main).result()
-        return Result(int(exit_.value.code or 0), *capsys.readouterr())
+        return run_command(monkeypatch, capsys, *args)
 
     yield call
     settings.cache_clear()

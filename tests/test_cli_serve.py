@@ -28,6 +28,7 @@ from recado.queue import get_job, migrate
 from recado.settings import settings
 from tests import catalog
 from tests.chaos.support import PATIENCE, Watch, WorkerProcess
+from tests.commands import run_command
 from tests.test_embedded import ROOT, as_user
 
 APPLICATION = """
@@ -345,11 +346,9 @@ async def test_a_schema_that_does_not_fit_is_refused_with_the_command_that_helps
 def test_wrong_usage_exits_with_2(
     args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["recado", *args])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 2
-    assert "Usage: recado" in capsys.readouterr().err
+    code, _, err = run_command(monkeypatch, capsys, *args)
+    assert code == 2
+    assert "Usage: recado" in err
 
 
 # --- recado api ---

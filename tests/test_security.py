@@ -10,19 +10,16 @@ import asyncio
 import json
 import logging
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from recado import Recado, cli, embedded
+from recado import Recado, embedded
 from recado.api import create_app
 from recado.errors import ConfigurationError, EnqueueError, TenantError
 from recado.queue import NewJob, admin, claims, counts, finishes, migrate, operations, schedules
@@ -35,6 +32,7 @@ from recado.queue.workers import WorkerInfo, beat
 from recado.settings import settings
 from recado.worker import EventKind
 from tests.api.conftest import bearer, client, token
+from tests.commands import run_command
 from tests.queue.support import WORKER, Ear, count, hungry, ordinary_role
 from tests.test_imports import MODULES
 from tests.worker.support import working
@@ -303,24 +301,6 @@ SECRET = "token-Okapi3"
 PAYLOAD = "payload-Quokka5"
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def recado(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> Result:
-    """The command, on a thread of its own."""
-    monkeypatch.setattr(sys, "argv", ["recado", *args])
-    code = 0
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            thread.submit(cli.main).result()
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-    return Result(code, *capsys.readouterr())
-
-
 def everything(caplog: pytest.LogCaptureFixture) -> str:
     """All that was logged, with tracebacks, as a handler would write it; but for what the tests' own client logs."""
     records = [record for record in caplog.records if not record.name.startswith("httpx")]
@@ -393,7 +373,7 @@ def test_a_password_in_a_dsn_that_does_not_work_is_shown_nowhere(
     commands = COMMANDS if url == WRONG_PASSWORD else COMMANDS[:1]
     monkeypatch.setenv("RECADO_DSN", url.format(guarded))
     settings.cache_clear()
-    results = [recado(capsys, monkeypatch, *command) for command in commands]
+    results = [run_command(monkeypatch, capsys, *command) for command in commands]
     monkeypatch.undo()
     settings.cache_clear()
     for code, out, err in results:
@@ -409,7 +389,7 @@ def test_secrets_in_settings_that_cannot_be_read_are_shown_nowhere(
         monkeypatch.setenv("RECADO_TOKENS", tokens)
         monkeypatch.setenv("RECADO_DSN", f"postgresql://a:{PASSWORD}@127.0.0.1:1/a")
         settings.cache_clear()
-        code, out, err = recado(capsys, monkeypatch, "check")
+        code, out, err = run_command(monkeypatch, capsys, "check")
         assert (code, out) == (1, "")
         assert not {word for word in (SECRET, PASSWORD) if word in err}, err
     monkeypatch.undo()
