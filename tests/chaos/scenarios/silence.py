@@ -67,11 +67,16 @@ async def freeze_workers(dsn: str, schema: str, folder: Path, size: Size) -> Out
 async def _freeze_one(stand: Stage) -> None:
     """Freeze a worker in the middle of a transactional job until another one has done that job. Its own time is over
     by then: when it wakes up, it completes the job before it can know better."""
-    job_id = await stand.enqueue("mix.pays_slowly", {})
-    pid = await stand.noted(job_id)
-    worker = next(worker for worker in stand.workers if worker.pid == pid)
-    lines = len(worker.log)
-    worker.send(signal.SIGSTOP)
+    while True:
+        job_id = await stand.enqueue("mix.pays_slowly", {})
+        pid = await stand.noted(job_id)
+        worker = next(worker for worker in stand.workers if worker.pid == pid)
+        lines = len(worker.log)
+        worker.send(signal.SIGSTOP)
+        [status] = await stand.fetch("SELECT status FROM {schema}.jobs WHERE id = $1", job_id)
+        if status[0] == "running":
+            break
+        worker.send(signal.SIGCONT)  # seen too late: it had done the job
     await stand.until(f"status = 'completed' FROM {stand.schema}.jobs WHERE id = $1", job_id)
     worker.send(signal.SIGCONT)
     await worker.logged(
