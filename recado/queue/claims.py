@@ -45,7 +45,7 @@ FROM unnest(ARRAY(
 WHERE j.ctid = claimed.tid AND (claimed.tid > '(0,0)' OR claimed.tid <= '(0,0)')
   AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
 RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclaims, fence, run_at,
-    greatest(least(created_at, now()), '1970-01-01 00:00:00+00'), metadata,
+    created_at, metadata,
     extract(epoch FROM clock_timestamp() - greatest(run_at, least(created_at, now())))::float8
 """
 )
@@ -70,7 +70,7 @@ RETURNING id, job_type, queue, priority, payload, attempts, max_attempts, reclai
   local to the statement's own transaction, so that nothing of it stays behind in a pooler's connection.
 - RETURNING has no order: the caller sorts.
 - No row may keep its queue from being claimed, whatever somebody inserted by hand: at its end the fence starts over
-  instead of overflowing, and a ``created_at`` that Python's datetime cannot hold comes back as one that it can.
+  instead of overflowing.
 """
 
 LOOK = (
