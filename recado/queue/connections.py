@@ -51,6 +51,9 @@ KEEPALIVE: Mapping[str, int] = MappingProxyType(
 ``keepalives_interval``, ``keepalives_count`` and ``tcp_user_timeout``. The peer's kernel answers, so neither a lock nor
 a server under load brings a connection down, and a statement may take days: only a network that is gone does."""
 
+PROBE = "SELECT 1"
+"""Any statement will do that waits for nothing; sent without preparing it, for the sake of poolers."""
+
 TRANSIENT = (
     asyncpg.PostgresConnectionError,  # 08: the connection broke
     asyncpg.OperatorInterventionError,  # 57: shut down, crashed, starting up, cancelled
@@ -199,10 +202,6 @@ def connector(database: Pool | str | None = None) -> Connector:
     return Connector(tuple(pool._connect_args), kwargs)
 
 
-BEGIN = "SELECT 1"
-"""Any statement will do: SQLAlchemy puts its BEGIN before the first one."""
-
-
 async def asyncpg_connection(connection: Any) -> Connection:
     """The asyncpg connection beneath SQLAlchemy's, inside the transaction that SQLAlchemy commits or rolls back.
 
@@ -228,12 +227,8 @@ async def asyncpg_connection(connection: Any) -> Connection:
             "create the engine with a postgresql+asyncpg:// URL"
         )
     if not driver.is_in_transaction():
-        await connection.exec_driver_sql(BEGIN)
+        await connection.exec_driver_sql(PROBE)  # any statement does: SQLAlchemy puts its BEGIN before the first one
     return driver
-
-
-PROBE = "SELECT 1"
-"""Any statement will do that waits for nothing; sent without preparing it, for the sake of poolers."""
 
 
 async def answers(conn: Connection) -> bool:
