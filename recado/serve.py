@@ -271,8 +271,8 @@ def make_server(app: ASGIApp, hub: Hub | None = None) -> Server:
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` on the fastest event loop there is, for as long as the process lives.
 
-    What has been imported by now lives as long, so the garbage collector need not look through it ever again: with jobs
-    that sleep for a millisecond, 256 at once, the more so the larger the application is.
+    What has been imported by now lives as long, so the garbage collector need not look through it again: with 256 jobs
+    asleep for a millisecond each, that was a fifth of a job's time, and the more, the larger the application.
     """
     gc.collect()
     gc.freeze()
